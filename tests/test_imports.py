@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossagg"
 FOLDERS = [
     "reduction",
     "contract",
+    "weigh",
     "guards",
     "record",
     "loop",

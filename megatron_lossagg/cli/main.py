@@ -36,6 +36,11 @@ _COMMANDS = {
         "run an unmodified Megatron-LM script with --loss-aggregation",
         "torchrun -m megatron_lossagg run pretrain_gpt.py --loss-aggregation token_mean",
     ),
+    "weigh": (
+        "megatron_lossagg.cli.weigh",
+        "measure which weight each token is trained with, in an unmodified Megatron-LM script",
+        "torchrun -m megatron_lossagg weigh pretrain_gpt.py",
+    ),
     "explain": (
         "megatron_lossagg.cli.explain",
         "print what a mode means, and the values to expect on the dashboard",
@@ -62,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The process is ours; leaving it ends the ranks that were launched.
     arguments = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if arguments[:1] == ["run"]:  # what is printed, and how it fails, is the script's
+    if arguments[:1] in (["run"], ["weigh"]):  # what is printed, and how it fails, is the script's
         return _run(arguments)
     if _PIPED.intersection(arguments[:1]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

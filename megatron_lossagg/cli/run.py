@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -47,8 +47,10 @@ def _add_cpu(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, before: Callable[[], None] = lambda: None) -> int:
     """Run the script in this process; return its exit status, 1 if a step is refused.
+
+    ``before`` is called before the script runs, when Megatron can be imported as the script will.
 
     Raises :class:`ContractError` if an aggregation was asked for and the script ended without
     the training loop that it is put into. A loop that had no step left to do is no error. Raises
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     _check_record(options.record)
     if args.cpu:
         _install_cpu()
+    before()
     if aggregation is None and not options.shadow:
         return run_stock(script, on_cpu=args.cpu)
     return run_hooked(script, aggregation, options=options, on_cpu=args.cpu)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations
-from math import prod
 
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from megatron_lossagg.verify.cases import Case, Expected
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment
+from megatron_lossagg.weigh.compare import equal_products
 
 __all__ = [
     "CAUSES",
@@ -131,16 +130,4 @@ def symbols(factor: float, facts: Facts, *, tolerance: float) -> list[str]:
     """Name the sizes of the step that equal a measured factor: ``1/(M DP)``."""
     split = facts.parallelism
     sizes = {"M": facts.m, "DP": split.dp, "CP": split.cp, "TP": split.tp, "PP": split.pp}
-    names = [name for name, size in sizes.items() if size > 1]
-    products = {"N": facts.n} | {
-        " ".join(chosen): prod(sizes[name] for name in chosen)
-        for number in range(1, len(names) + 1)
-        for chosen in combinations(names, number)
-    }
-    found = [name for name, value in products.items() if abs(factor / value - 1) < tolerance]
-    inverse = [
-        f"1/({name})" if " " in name else f"1/{name}"
-        for name, value in products.items()
-        if abs(factor * value - 1) < tolerance
-    ]
-    return sorted(found + inverse, key=len)
+    return equal_products(factor, sizes, {"N": facts.n}, tolerance=tolerance)

@@ -1,0 +1,91 @@
+"""Measure which weight each token is trained with, in an unmodified script.
+
+Under torchrun, in a Megatron-LM checkout: the options of this command stand
+before the script, and the script's own after it, as with `lossagg run`. The
+script trains bit for bit as without this command; the weights of the first
+step are printed on rank 0, and training goes on. Exit status: the script's;
+with --expect, 1 if the last weighed step trains something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_lossagg.cli import run as run_command
+from megatron_lossagg.cli.files import write_whole
+from megatron_lossagg.errors import ContractError, LossAggregationError, say
+from megatron_lossagg.weigh.compare import COMPARED, Weighed
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``lossagg weigh``, and those of ``lossagg run``."""
+    options = parser.add_argument_group("weighing", "these stand before the script")
+    options.add_argument("--at", type=int, default=1, metavar="STEP", help="first step to weigh")
+    options.add_argument("--steps", type=int, default=1, metavar="N", help="how many to weigh")
+    options.add_argument("--stop", action="store_true", help="end the run when they are weighed")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the weighed steps")
+    options.add_argument(
+        "--expect", choices=COMPARED, metavar="MODE", help="exit with 1 unless this is trained"
+    )
+    run_command.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script and weigh its steps; return the exit status."""
+    if args.at < 1 or args.steps < 1:
+        raise LossAggregationError(
+            f"got --at {args.at} --steps {args.steps}, expected a step from 1 on, and at least one"
+        )
+    weighing: list[Any] = []
+
+    def install() -> None:
+        from megatron_lossagg.integrations import weigh_script
+
+        weighing.append(
+            weigh_script.install(args.at, args.steps, stop=args.stop, report=_printed(args))
+        )
+
+    status = run_command.run(args, before=install)
+    steps: list[Weighed] = weighing[0].weighed if weighing else []
+    if status or not weighing:
+        return status
+    if not steps:
+        if weighing[0].num_steps:
+            raise ContractError(
+                f"the script ended after {weighing[0].num_steps} steps, before step {args.at}: "
+                "nothing was weighed"
+            )
+        raise ContractError(
+            "the script ended without a training step of megatron.training: nothing was weighed"
+        )
+    if args.expect is not None and steps[-1].trains != args.expect:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"expected {args.expect}, and the run trains {steps[-1].trains or 'no mode'}")
+        return 1
+    return 0
+
+
+def _printed(args: argparse.Namespace) -> Any:
+    """Return what prints a weighed step on rank 0, and writes all steps so far."""
+    objects: list[dict[str, Any]] = []
+
+    def report(step: Weighed, number: int) -> None:
+        from megatron_lossagg.weigh.report import as_json, text
+
+        print(text(step, number=number), flush=True)
+        if args.json is not None:
+            objects.append(as_json(step, number=number))
+            merged = {
+                "steps": [{k: v for k, v in one.items() if k != "sequences"} for one in objects],
+                "sequences": [entry for one in objects for entry in one["sequences"]],
+                "modes": objects[-1]["modes"],
+            }
+            write_whole("--json", args.json, json.dumps(merged, indent=1) + "\n")
+
+    return report

@@ -1,0 +1,149 @@
+"""Listens in an unmodified script of Megatron-LM: ``lossagg weigh``.
+
+``train()`` of ``megatron.training.training`` looks up ``get_forward_backward_func`` and calls what
+it returns with keywords. The model returns per-token losses; listening to them, whatever the
+script's ``loss_func`` does with them, changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lossagg.contract.groups import unwrapped
+from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.integrations._rebind import HOOK
+from megatron_lossagg.integrations._refusals import imported
+from megatron_lossagg.weigh.compare import RankWeights, Weighed, compare
+from megatron_lossagg.weigh.listen import Listener
+
+__all__ = ["ScriptWeighing", "install"]
+
+_LOOP = "megatron.training.training"
+
+
+class ScriptWeighing:
+    """Weighs some steps of a script; one for a run.
+
+    ``report``: called on rank 0 with a weighed step and its number. ``stop``: end the process when
+    the last one is weighed.
+    """
+
+    def __init__(
+        self, at: int, steps: int, *, stop: bool, report: Callable[[Weighed, int], None]
+    ) -> None:
+        self._at, self._last, self._stop, self._report = at, at + steps - 1, stop, report
+        self.num_steps = 0
+        """Training steps that came by."""
+        self.weighed: list[Weighed] = []
+        """The weighed steps, the same on every rank."""
+
+    def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what ``get_forward_backward_func()`` returned.
+
+        Collectives: in a weighed step, after the schedule, one ``all_gather_object`` over all
+        ranks.
+        """
+
+        @functools.wraps(schedule)
+        def run(*args: Any, **call: Any) -> Any:
+            if call.get("forward_only", False):
+                return schedule(*args, **call)
+            self.num_steps += 1
+            if not self._at <= self.num_steps <= self._last:
+                return schedule(*args, **call)
+            if args:
+                raise ContractError(
+                    f"got {len(args)} positional arguments for the schedule, expected keywords "
+                    "only, as Megatron-LM passes them"
+                )
+            return self._weigh(schedule, call)
+
+        return run
+
+    def _weigh(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+        model = call["model"]
+        chunks = [*model] if isinstance(model, (list, tuple)) else [model]
+        with Listener(chunks) as listener:
+            listening = _Listening(listener, call["forward_step_func"])
+            with listening:
+                out = schedule(**{**call, "forward_step_func": listening})
+        step = compare(_gathered(listener))
+        self.weighed.append(step)
+        if dist.get_rank() == 0:
+            self._report(step, self.num_steps)
+        if self._stop and self.num_steps == self._last:
+            raise SystemExit(0)
+        return out
+
+
+def _gathered(listener: Listener) -> list[RankWeights]:
+    """Gather the weights of all ranks; what one of them refuses is raised on every rank."""
+    own: RankWeights | str
+    try:
+        own = listener.weights()
+    except LossAggregationError as error:
+        own = str(error)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    refused = next((one for one in found if isinstance(one, str)), None)
+    if refused is not None:
+        raise ContractError(refused)
+    return found
+
+
+class _Listening:
+    """A script's forward_step_func that tells the listener what the model returns."""
+
+    def __init__(self, listener: Listener, forward_step: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward_step)
+        self._listener = listener
+        self._forward_step = forward_step
+        self._model = unwrapped(listener.chunks[-1])
+        self._offsets: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = self._model.register_forward_pre_hook(self._notes, with_kwargs=True)
+
+    def __exit__(self, *raised: object) -> None:
+        self._handle.remove()
+
+    def _notes(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        packed = [value for value in (*args, *kwargs.values()) if hasattr(value, "cu_seqlens_q")]
+        self._offsets = None
+        for params in packed:
+            padded = getattr(params, "cu_seqlens_q_padded", None)
+            self._offsets = params.cu_seqlens_q if padded is None else padded
+
+    def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
+        # Of an interleaved pipeline only the last chunk of the last stage has losses.
+        if self._listener.groups.is_last_stage and unwrapped(model) is self._model:
+            self._listener.losses(output, cu_seqlens=self._offsets)
+        return output, loss_func
+
+
+def install(
+    at: int, steps: int, *, stop: bool, report: Callable[[Weighed, int], None]
+) -> ScriptWeighing:
+    """Listen in Megatron-LM's schedule in this process; call it before ``pretrain``.
+
+    Raises :class:`ContractError` if ``megatron.training.training`` cannot be imported or does not
+    look up the schedule by its name.
+    """
+    expected = "a Megatron-LM checkout: run in its folder, or put it on PYTHONPATH"
+    module = imported(_LOOP, expected=expected)
+    stock = getattr(module, HOOK, None)
+    if stock is None:
+        raise ContractError(f"{_LOOP} has no {HOOK}, expected a Megatron-LM that trains by it")
+    weighing = ScriptWeighing(at, steps, stop=stop, report=report)
+
+    @functools.wraps(stock)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        return weighing.wrap(stock(*args, **kwargs))
+
+    setattr(module, HOOK, get)
+    return weighing

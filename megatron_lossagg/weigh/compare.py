@@ -1,0 +1,261 @@
+"""From the weights of all ranks' tokens to sequences, modes, a verdict and its cause.
+
+NumPy only; knows neither tensors nor groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_lossagg.reduction.modes import MODES
+
+__all__ = ["Part", "RankWeights", "Weighed", "WeighedSequence", "compare", "equal_products"]
+
+COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
+"""The modes that need nothing but the tokens of sequences and microbatches."""
+TOLERANCE = 1e-4
+"""Relative: weights are float32 in most runs, times a few roundings of the script's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank holds of one sequence of a microbatch."""
+
+    microbatch: int
+    sequence: int
+    """Its segment in the microbatch."""
+    tokens: int
+    weight_sum: float
+    weight_min: float
+    weight_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWeights:
+    """The weights of one rank; ``sizes``: M, DP, CP, TP and PP."""
+
+    dp_rank: int
+    cp_rank: int
+    sizes: Mapping[str, int]
+    parts: Sequence[Part]
+    num_tokens: int | None
+    """What this rank passed to Megatron's finalize function."""
+    is_divided: bool
+    """Whether finalize divides by the sum of num_tokens."""
+    is_finalized: bool
+    counts: bool
+    """Whether this rank's tokens count: last pipeline stage, first tensor-parallel rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighedSequence:
+    """One sequence, whole over its context-parallel ranks; weights are a_t."""
+
+    dp_rank: int
+    microbatch: int
+    sequence: int
+    tokens: int
+    weight_sum: float
+    weight_min: float
+    weight_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """A weighed step."""
+
+    sizes: Mapping[str, int]
+    sequences: Sequence[WeighedSequence]
+    weight_sum: float
+    modes: Mapping[str, tuple[float, float]]
+    """Smallest and largest a_t / w_s of each mode."""
+    trains: str | None
+    """The mode that is trained, if a_t / w_s is 1."""
+    nearest: str
+    """The mode whose ratios are closest to one another."""
+    factor: float | None
+    """a_t over the weight of ``nearest`` if it is the same for all tokens, else None."""
+    relative: Sequence[float]
+    """Each sequence's mean weight of a token over that of ``nearest``."""
+    inside: float
+    """The largest weight over the smallest in one sequence."""
+    causes: Sequence[str] = field(default_factory=tuple)
+    """What explains the numbers, by name."""
+
+    @property
+    def tokens(self) -> int:
+        """N: the tokens of all sequences."""
+        return sum(sequence.tokens for sequence in self.sequences)
+
+
+def compare(ranks: Sequence[RankWeights]) -> Weighed:
+    """Compare the weights of a step with every mode; ``ranks``: of the whole world."""
+    counted = [rank for rank in ranks if rank.counts]
+    divides = any(rank.is_divided for rank in ranks)
+    num_tokens = sum(rank.num_tokens or 0 for rank in counted)
+    factor = 1 / num_tokens if divides and num_tokens > 0 else 1.0
+    sequences = _whole(counted, factor)
+    sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
+    weights = _weights(sequences, sizes)
+    lowest_S = np.array([sequence.weight_min for sequence in sequences])
+    highest_S = np.array([sequence.weight_max for sequence in sequences])
+    modes = {
+        name: (float((lowest_S / weight_S).min()), float((highest_S / weight_S).max()))
+        for name, weight_S in weights.items()
+        if len(sequences)
+    }
+    found = {name: _constant(low, high) for name, (low, high) in modes.items()}
+    trains = next((name for name, is_at in found.items() if is_at and _is(is_at, 1)), None)
+    nearest = trains or min(modes, key=lambda name: _spread(*modes[name]), default="token_mean")
+    relative = [
+        sequence.weight_sum / sequence.tokens / weight
+        for sequence, weight in zip(sequences, weights.get(nearest, ()), strict=True)
+    ]
+    inside = float((highest_S / np.where(lowest_S == 0, np.nan, lowest_S)).max(initial=1.0))
+    step = Weighed(
+        sizes=sizes,
+        sequences=sequences,
+        weight_sum=sum(sequence.weight_sum for sequence in sequences),
+        modes=modes,
+        trains=trains,
+        nearest=nearest,
+        factor=found.get(nearest),
+        relative=relative,
+        inside=inside,
+    )
+    causes = _causes(step, counted, factor, ranks, divides=divides, num_tokens=num_tokens)
+    return Weighed(**{**vars(step), "causes": tuple(causes)})
+
+
+def equal_products(
+    factor: float, sizes: Mapping[str, int], others: Mapping[str, int], *, tolerance: float
+) -> list[str]:
+    """Name the products of ``sizes``, and ``others`` by themselves, that equal a factor.
+
+    Also their inverse, as ``1/(M DP)``; the shortest first.
+    """
+    names = [name for name, size in sizes.items() if size > 1]
+    products = {**others} | {
+        " ".join(chosen): prod(sizes[name] for name in chosen)
+        for number in range(1, len(names) + 1)
+        for chosen in combinations(names, number)
+    }
+    found = [name for name, value in products.items() if abs(factor / value - 1) < tolerance]
+    inverse = [
+        f"1/({name})" if " " in name else f"1/{name}"
+        for name, value in products.items()
+        if abs(factor * value - 1) < tolerance
+    ]
+    return sorted(found + inverse, key=len)
+
+
+def _whole(ranks: Sequence[RankWeights], factor: float) -> list[WeighedSequence]:
+    """Put the parts of sequences together over context-parallel ranks."""
+    parts: dict[tuple[int, int, int], list[Part]] = {}
+    for rank in ranks:
+        for part in rank.parts:
+            key = (rank.dp_rank, part.microbatch, part.sequence)
+            parts.setdefault(key, []).append(part)
+    return [
+        WeighedSequence(
+            dp_rank=dp_rank,
+            microbatch=microbatch,
+            sequence=sequence,
+            tokens=sum(part.tokens for part in its),
+            weight_sum=factor * sum(part.weight_sum for part in its),
+            weight_min=factor * min(part.weight_min for part in its),
+            weight_max=factor * max(part.weight_max for part in its),
+        )
+        for (dp_rank, microbatch, sequence), its in sorted(parts.items())
+    ]
+
+
+def _weights(
+    sequences: Sequence[WeighedSequence], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return w_s of each sequence under each mode, by the formulas of ``MODES``."""
+    n_S = np.array([sequence.tokens for sequence in sequences], dtype=np.float64)
+    of_microbatch: dict[tuple[int, int], float] = {}
+    for sequence, n in zip(sequences, n_S.tolist(), strict=True):
+        key = (sequence.dp_rank, sequence.microbatch)
+        of_microbatch[key] = of_microbatch.get(key, 0.0) + n
+    counts = SimpleNamespace(
+        active_tokens=n_S.sum(),
+        sample_tokens=n_S,
+        samples=len(n_S),
+        divisor=1.0,
+        num_microbatches=sizes["M"],
+        data_parallel_size=sizes["DP"],
+        microbatch_tokens=np.array([of_microbatch[s.dp_rank, s.microbatch] for s in sequences]),
+    )
+    denominators = {name: MODES[name].denominator for name in COMPARED}
+    return {
+        name: np.ones(len(n_S)) / np.asarray(denominator(counts))
+        for name, denominator in denominators.items()
+        if denominator is not None and len(n_S)
+    }
+
+
+def _causes(
+    step: Weighed,
+    ranks: Sequence[RankWeights],
+    factor: float,
+    every: Sequence[RankWeights],
+    *,
+    divides: bool,
+    num_tokens: int,
+) -> list[str]:
+    if not any(rank.is_finalized for rank in every):
+        return ["not finalized: Megatron's finalize function was not called in this step"]
+    if divides and num_tokens <= 0:
+        return ["num_tokens is 0: finalize divides by nothing"]
+    if step.trains not in (None, "microbatch_token_mean"):
+        return []
+    if step.factor is not None and step.trains is None:
+        others = {"N": step.tokens, "B": len(step.sequences)}
+        names = equal_products(step.factor, step.sizes, others, tolerance=TOLERANCE)
+        equal = f" = {' = '.join(names)}" if names else ""
+        return [f"a constant factor on {step.nearest}: {step.factor:.6g}{equal}"]
+    m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
+    for name, is_whole in (("microbatch", True), ("microbatch and context-parallel rank", False)):
+        if _is_mean_of_each(ranks, factor, m * dp * (1 if is_whole else cp), is_whole=is_whole):
+            return [f"a mean over the tokens of each {name}, then over these"]
+    return []
+
+
+def _is_mean_of_each(
+    ranks: Sequence[RankWeights], factor: float, num_means: int, *, is_whole: bool
+) -> bool:
+    """Whether each token weighs 1 / (number of means, tokens of its mean)."""
+    tokens: dict[tuple[int, ...], int] = {}
+    bounds: dict[tuple[int, ...], list[float]] = {}
+    for rank in ranks:
+        for part in rank.parts:
+            key = (rank.dp_rank, part.microbatch, *([] if is_whole else [rank.cp_rank]))
+            tokens[key] = tokens.get(key, 0) + part.tokens
+            bounds.setdefault(key, []).extend([part.weight_min, part.weight_max])
+    return all(
+        _is(factor * weight * tokens[key] * num_means, 1)
+        for key, weights in bounds.items()
+        for weight in (min(weights), max(weights))
+    )
+
+
+def _constant(low: float, high: float) -> float | None:
+    middle = (low + high) / 2
+    return middle if middle and abs(high - low) <= TOLERANCE * abs(middle) else None
+
+
+def _is(value: float, wanted: float) -> bool:
+    return abs(value / wanted - 1) <= TOLERANCE
+
+
+def _spread(low: float, high: float) -> float:
+    return high / low if low > 0 else float("inf")

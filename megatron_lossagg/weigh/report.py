@@ -1,0 +1,68 @@
+"""A weighed step in words, within 80 columns, and as an object for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megatron_lossagg.weigh.compare import Weighed
+
+__all__ = ["as_json", "text"]
+
+_MOST = 3
+
+
+def text(step: Weighed, *, number: int) -> str:
+    """Return the report of a step, whose number in the run is ``number``."""
+    sizes = " ".join(f"{name} {size}" for name, size in step.sizes.items() if size > 1)
+    lines = [
+        f"weighed step {number}: {step.tokens} tokens in {len(step.sequences)} sequences"
+        + (f", {sizes}" if sizes else ""),
+        f"sum of all weights: {step.weight_sum:.8g}",
+        f"verdict: {_verdict(step)}",
+        *[f"cause: {cause}" for cause in step.causes],
+        "",
+        "weight of a token, relative to  smallest   largest",
+    ]
+    for name, (low, high) in step.modes.items():
+        lines.append(f"  {name:<28}{low:>10.4g}{high:>10.4g}")
+    if step.inside > 1 + 1e-6 or step.inside != step.inside:
+        lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
+    relative = sorted(zip(step.relative, step.sequences, strict=True), key=lambda pair: pair[0])
+    if relative and step.trains is None:
+        lines += ["", f"sequence (rank/microbatch/number)  tokens  relative to {step.nearest}"]
+        shown = relative if len(relative) <= 2 * _MOST else relative[:_MOST] + relative[-_MOST:]
+        for ratio, sequence in shown:
+            name = f"{sequence.dp_rank}/{sequence.microbatch}/{sequence.sequence}"
+            lines.append(f"  {name:<32}{sequence.tokens:>7}{ratio:>10.4g}")
+    if step.trains is None:
+        lines += ["", "next: --calculate-per-token-loss trains token_mean; for a mode, run with"]
+        lines += ["      --loss-aggregation MODE, and weigh it again"]
+    return "\n".join(lines)
+
+
+def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
+    """Return an object whose ``sequences`` has one entry per sequence."""
+    return {
+        "step": number,
+        "sizes": dict(step.sizes),
+        "tokens": step.tokens,
+        "weight_sum": step.weight_sum,
+        "trains": step.trains,
+        "nearest": step.nearest,
+        "factor": step.factor,
+        "causes": [*step.causes],
+        "modes": {name: {"min": low, "max": high} for name, (low, high) in step.modes.items()},
+        "sequences": [{"step": number, **asdict(sequence)} for sequence in step.sequences],
+    }
+
+
+def _verdict(step: Weighed) -> str:
+    if not step.sequences:
+        return "trains nothing: no token has a weight"
+    if step.trains is not None:
+        return f"trains {step.trains}"
+    if step.factor is not None:
+        return f"trains {step.factor:.6g} times {step.nearest}"
+    low, high = step.modes[step.nearest]
+    return f"trains no mode; nearest is {step.nearest}, off by {low:.4g} to {high:.4g}"
