@@ -4,8 +4,9 @@ A small model and uneven sequences with every degenerate case go through
 Megatron's own schedules, DistributedDataParallel and finalize_model_grads;
 every parameter's gradient and the reported loss are compared with a float64
 reference on one process. Without options: a standard set of layouts on 4 CPU
-processes of this machine. Under torchrun: the launcher's ranks, with CUDA and
-NCCL if available. With --framework, a framework's own functions are compared
+processes of this machine; with --gpu on its GPUs and NCCL, several ranks on one if
+there are fewer. Under torchrun: the launcher's ranks, with CUDA and NCCL if
+available. With --framework, a framework's own functions are compared
 with the reference first; if none of them can run, no case does. Exit status: 0
 if all cases pass and no check of a framework failed, 1 if one failed, 2 for
 wrong usage and if no check of a framework could run; which of several could not
@@ -20,9 +21,9 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timedelta, timezone
@@ -39,11 +40,11 @@ from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_f
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.environment import Fact, environment, megatron_core
+from megatron_lossagg.verify.environment import Fact, environment, megatron_core, num_gpus
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted, none_ran
 from megatron_lossagg.verify.frameworks.run_checks import TIMEOUT, run_framework
-from megatron_lossagg.verify.job import Event, Job, launched
+from megatron_lossagg.verify.job import Event, Job, RanksTimedOut, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.text import number_of
 
@@ -80,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--loss-scaling", choices=LOSS_SCALINGS, help="verify one of Megatron's two loss scalings"
+    )
+    run.add_argument(
+        "--gpu",
+        action="store_true",
+        help="start the ranks on this machine's GPUs and NCCL instead of the CPU, several on one "
+        "GPU if there are fewer GPUs than ranks",
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     run.add_argument(
@@ -138,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
             say(f"{event['layout']}: {cases}, {time.monotonic() - begun:.0f} s")
 
     if launcher is None and job.layouts:
-        failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
+        gpus = min(num_gpus(), job.world_size) if args.gpu else 0
+        failure = _launched(job, take, timeout=args.timeout or _TIMEOUT, gpus=gpus)
     elif launcher is not None:
         rest = job.run()
         for event in rest:
@@ -173,6 +181,7 @@ def _report(
     start = next((event for event in events if event["event"] == "start"), None)
     layouts = [event for event in events if event["event"] == "layout"]
     verdicts = [verdict for event in layouts for verdict in event["verdicts"]]
+    cards = Counter(filter(None, start["cards"])) if start else Counter[str]()
     ran_on, found = start["megatron"] if start else None, megatron_core(facts).version
     if not failure and len(verdicts) != job.num_verdicts:
         failure = "The run did not finish"
@@ -200,6 +209,8 @@ def _report(
             "device": start["device"] if start else None,
             "backend": start["backend"] if start else None,
             "hosts": sorted({*start["hosts"]}) if start else [],
+            "num_gpus": len(cards),
+            "ranks_per_gpu": max(cards.values(), default=0),
             "groups": {event["layout"]: event["groups"] for event in layouts},
             "num_verdicts": job.num_verdicts,
             "verdicts": verdicts,
@@ -262,6 +273,11 @@ def _job(args: argparse.Namespace, launcher: _Launcher | None) -> Job:
         )
     if args.timeout is not None and launcher is not None:
         raise ProofError("--timeout is for ranks launched here; a launcher has its own: drop it")
+    if args.gpu and not num_gpus():
+        raise ProofError(
+            "got --gpu, and torch sees no CUDA device here: drop it to verify on the CPU, or repair "
+            "the driver or torch's build"
+        )
     return Job(
         layouts=_layouts(args, launcher),
         cases=_cases(args),
@@ -312,12 +328,12 @@ def _layouts(args: argparse.Namespace, launcher: _Launcher | None) -> list[Paral
     return [Parallelism(**given)]
 
 
-def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str:
+def _launched(job: Job, take: Callable[[Event], None], *, timeout: float, gpus: int) -> str:
     """Launch the job's ranks; return why they ended if one failed, else nothing."""
     try:
-        done = launched(job, take, processes=job.world_size, timeout=timeout)
-    except subprocess.TimeoutExpired as expired:
-        what = f"The run did not finish in {timeout:g} s (--timeout)"
+        done = launched(job, take, processes=job.world_size, timeout=timeout, gpus=gpus)
+    except RanksTimedOut as expired:
+        what = "\n".join([f"The run did not finish in {timeout:g} s (--timeout)", *expired.last])
         return _failure(what, str(expired.stderr))
     if not done.returncode:
         return ""

@@ -119,11 +119,13 @@ def result(report: Report) -> list[str]:
     passed = sum(verdict["passed"] for verdict in verdicts)
     versions = {fact["name"]: fact["version"] for fact in report["environment"]}
     error = f"; largest gradient error {largest(verdicts)}" if verdicts else ""
+    per_gpu = report.get("ranks_per_gpu", 0)
+    shared = f", up to {per_gpu} on one GPU" if per_gpu > 1 else ""
     pass_ = "passes" if num_verdicts == 1 else "pass"
     cases = (
         f"{passed} of {number_of(num_verdicts, 'case')} {pass_} on "
         f"{number_of(len(report['layouts']), 'layout')} of {number_of(report['num_ranks'], 'rank')}"
-        f", megatron-core {versions['megatron-core']}, torch {versions['torch']}{error}; "
+        f"{shared}, megatron-core {versions['megatron-core']}, torch {versions['torch']}{error}; "
         f"{report['seconds']:.0f} s"
     )
     framework = report["framework"]

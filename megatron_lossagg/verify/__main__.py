@@ -1,26 +1,72 @@
 """A process of a verification: ``python -m megatron_lossagg.verify JOB EVENTS``.
 
 JOB: a file of ``write_job``. EVENTS: a file to which the first process appends a JSON line per
-event.
+event. Next to it each process writes what it did last, ``RANK.progress``, and shortly before
+``LOSSAGG_DEADLINE`` (seconds since the epoch), if it is set, where it is: ``RANK.stack``.
+With ``LOSSAGG_GPUS`` the ranks take that many GPUs, in a circle.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_lossagg.verify.job import read_job
+from megatron_lossagg.verify.environment import gpu_variables
+from megatron_lossagg.verify.job import Event, read_job
+
+_EARLIER = 0.5
+"""Seconds before the deadline, of which a short time has less."""
 
 
 def main(job: str, events: str) -> None:
     """Run the job and write its events."""
-    with Path(events).open("a", buffering=1) as file:
+    rank = os.environ.get("RANK", "0")
+    if gpus := os.environ.get("LOSSAGG_GPUS"):
+        shared = gpu_variables(int(rank), int(os.environ["WORLD_SIZE"]), int(gpus))
+        os.environ["LOCAL_RANK"] = shared.pop("LOCAL_RANK")
+        for name, value in shared.items():
+            os.environ.setdefault(name, value)
+    begun = time.monotonic()
+    progress = Path(events).with_name(f"{rank}.progress")
+    with (
+        Path(events).open("a", buffering=1) as file,
+        progress.open("w", buffering=1) as did,
+        _stack_at_deadline(Path(events).with_name(f"{rank}.stack")),
+    ):
+        print("began to import and to join the others", file=did)
         for event in read_job(Path(job)).run():
-            if os.environ.get("RANK", "0") == "0":
+            print(f"{_did(event)}, {time.monotonic() - begun:.0f} s after it began", file=did)
+            if rank == "0":
                 print(json.dumps(event), file=file)
+
+
+def _did(event: Event) -> str:
+    """Say what a rank has done when it has this event."""
+    if event.get("event") == "layout":
+        return f"finished {event['layout']}"
+    return {"start": "joined the others", "end": "finished"}.get(event.get("event", ""), "went on")
+
+
+@contextmanager
+def _stack_at_deadline(file: Path) -> Iterator[None]:
+    """Write the stacks of all threads shortly before the deadline, even if a call never returns."""
+    left = float(os.environ.get("LOSSAGG_DEADLINE", "inf")) - time.time()
+    if not 0 < left < float("inf"):
+        yield
+        return
+    with file.open("w") as stack:
+        faulthandler.dump_traceback_later(max(left - _EARLIER, left / 2), file=stack)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

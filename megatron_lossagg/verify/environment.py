@@ -15,7 +15,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Fact", "environment", "megatron_core"]
+__all__ = ["Fact", "environment", "gpu_variables", "megatron_core", "num_gpus"]
 
 _OPTIONAL = {
     "transformer-engine": "transformer_engine",
@@ -71,6 +71,29 @@ def environment() -> list[Fact]:
         detail = "" if has_cuda else f"needs CUDA: if import {module} fails here, uninstall it"
         facts.append(Fact(name=name, state="found", version=_version(name), detail=detail))
     return facts
+
+
+def num_gpus() -> int:
+    """Count the GPUs that torch sees; 0 without CUDA."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_variables(rank: int, num_ranks: int, gpus: int) -> dict[str, str]:
+    """Return what a rank needs in its environment when all ranks run on this machine's GPUs.
+
+    NCCL refuses two ranks of one host on one GPU: if ranks share a GPU, each names a host of its
+    own. ``launch/shared_gpu.sh`` sets the same.
+    """
+    variables = {"LOCAL_RANK": str(rank % gpus), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if num_ranks > gpus:
+        variables |= {
+            "NCCL_HOSTID": f"host{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
+    return variables
 
 
 def megatron_core(facts: Sequence[Fact]) -> Fact:

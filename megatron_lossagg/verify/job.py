@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
 
 import megatron_lossagg
@@ -23,9 +24,10 @@ from megatron_lossagg.cpu.launch import launch, run_alone
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = ["Event", "Job", "launched", "read_job", "write_job"]
+__all__ = ["Event", "Job", "RanksTimedOut", "launched", "read_job", "write_job"]
 
 Event = dict[str, Any]
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +80,33 @@ def read_job(file: Path) -> Any:
     return pickle.loads(file.read_bytes())
 
 
-def launched(
-    job: Any, take: Callable[[Event], None], *, processes: int | None, timeout: float
-) -> CompletedProcess[str]:
-    """Run a job on processes of this machine's CPU; ``take`` gets each event of the first one.
+class RanksTimedOut(TimeoutExpired):
+    """Ranks that did not finish in time and were ended; ``last``: a line of what each did last."""
 
-    ``processes``: ranks; None for one process that is no rank. Raises
-    ``subprocess.TimeoutExpired`` after ``timeout`` seconds, when all have been ended.
+    def __init__(self, expired: TimeoutExpired, last: Sequence[str]) -> None:
+        super().__init__(expired.cmd, expired.timeout, expired.output, expired.stderr)
+        self.last = last
+
+
+def launched(
+    job: Any,
+    take: Callable[[Event], None],
+    *,
+    processes: int | None,
+    timeout: float,
+    gpus: int = 0,
+) -> CompletedProcess[str]:
+    """Run a job on processes of this machine; ``take`` gets each event of the first one.
+
+    ``processes``: ranks; None for one process that is no rank. ``gpus``: how many GPUs the ranks
+    take, several ranks on one if there are more ranks; 0 for the CPU. Raises
+    :class:`RanksTimedOut` after ``timeout`` seconds, when all have been ended.
     """
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
-    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    env = {"PYTHONPATH": path, "LOSSAGG_DEADLINE": str(time.time() + timeout)}
+    env |= {"LOSSAGG_GPUS": str(gpus)} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
         write_job(job, job_file)
@@ -102,9 +119,34 @@ def launched(
             if processes is None:
                 return run_alone(["-u", *command], timeout=timeout, env=env)
             return launch(command, processes=processes, timeout=timeout, env=env)
+        except TimeoutExpired as expired:
+            ranks = range(processes or 0)
+            last = [f"rank {rank}: {_last_did(events, rank)}" for rank in ranks]
+            raise RanksTimedOut(expired, last) from None
         finally:
             ended.set()
             follower.join()
+
+
+def _last_did(events: Path, rank: int) -> str:
+    """Say what a rank did last, from the files that ``verify/__main__.py`` writes."""
+    progress, stack = (events.with_name(f"{rank}.{what}") for what in ("progress", "stack"))
+    if not progress.exists():
+        return "its process had not begun to run the job"
+    *_, line = ["", *progress.read_text().splitlines()]
+    # The main thread is the last one, its innermost call the first of its lines.
+    *_, thread = stack.read_text().split("\n\n") if stack.exists() else [""]
+    frames = [match.groups() for match in map(_FRAME.match, thread.splitlines()) if match]
+    frames = [frame for frame in frames if not frame[0].startswith("<")]
+    ours = str(Path(megatron_lossagg.__file__).parent)
+    core = f"{os.sep}megatron{os.sep}core{os.sep}"
+    chosen = [
+        frames[:1],
+        [frame for frame in frames if core in frame[0]][:1],
+        [frame for frame in frames if frame[0].startswith(ours)][:1],
+    ]
+    calls = [f"{name} ({Path(file).name}:{number})" for one in chosen for file, number, name in one]
+    return "; in ".join([line, " < ".join(dict.fromkeys(calls))]) if calls else line
 
 
 def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None]) -> None:

@@ -47,6 +47,8 @@ class World:
     """``nccl`` with CUDA, else ``gloo``."""
     hosts: list[str]
     """Name of each rank's machine."""
+    cards: list[str]
+    """Name of each rank's GPU, the same for ranks that share one; empty on a CPU."""
 
 
 def join_world() -> World:
@@ -60,7 +62,7 @@ def join_world() -> World:
     box = PrefixStore("lossagg", store)
     box.set(str(rank), json.dumps(_found_here(rank)))
     found = [json.loads(box.get(str(other))) for other in range(size)]
-    devices, hosts, faults = (list(column) for column in zip(*found, strict=True))
+    devices, hosts, cards, faults = (list(column) for column in zip(*found, strict=True))
     faults = [fault for fault in faults if fault]
     if len(set(devices)) > 1:
         least, most = devices.index("cpu"), devices.index("cuda")
@@ -77,11 +79,11 @@ def join_world() -> World:
     if backend == "nccl":
         torch.cuda.set_device(_local_rank())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return World(device=devices[0], backend=backend, hosts=hosts)
+    return World(device=devices[0], backend=backend, hosts=hosts, cards=cards)
 
 
-def _found_here(rank: int) -> tuple[str, str, str]:
-    """Return this rank's device, its host, and what is wrong with them."""
+def _found_here(rank: int) -> tuple[str, str, str, str]:
+    """Return this rank's device, its host, its GPU, and what is wrong with them."""
     host, wanted = socket.gethostname(), os.environ.get("LOSSAGG_DEVICE", "")
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = "cuda" if number else "cpu"
@@ -96,7 +98,11 @@ def _found_here(rank: int) -> tuple[str, str, str]:
             f"got local rank {_local_rank()}, expected one rank per GPU, {host} has {number}: "
             "start as many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
-    return device, host, fault
+    card = ""
+    if number and not fault:  # indices differ where a rank sees only its own GPU
+        properties = torch.cuda.get_device_properties(_local_rank())
+        card = str(getattr(properties, "uuid", f"{host} {_local_rank()}"))
+    return device, host, card, fault
 
 
 def _local_rank() -> int:

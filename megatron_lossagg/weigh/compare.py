@@ -226,7 +226,7 @@ def _causes(
     m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
     for name, is_whole in (("microbatch", True), ("microbatch and context-parallel rank", False)):
         if _is_mean_of_each(ranks, factor, m * dp * (1 if is_whole else cp), is_whole=is_whole):
-            return [f"a mean over the tokens of each {name}, then over these"]
+            return [f"a mean of one token mean per {name}"]
     return []
 
 
