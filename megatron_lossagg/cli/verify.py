@@ -275,8 +275,8 @@ def _job(args: argparse.Namespace, launcher: _Launcher | None) -> Job:
         raise ProofError("--timeout is for ranks launched here; a launcher has its own: drop it")
     if args.gpu and not num_gpus():
         raise ProofError(
-            "got --gpu, and torch sees no CUDA device here: drop it to verify on the CPU, or repair "
-            "the driver or torch's build"
+            "got --gpu, and torch sees no CUDA device here: drop it to verify on the CPU, or "
+            "repair the driver or torch's build"
         )
     return Job(
         layouts=_layouts(args, launcher),

@@ -192,10 +192,11 @@ def test_what_ended_a_run_early_is_a_part_of_the_result(capsys, given, failure):
     assert failure in read(found).text.partition("layout cases that pass")[0]
 
 
-def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False):
+def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False, cards=("",)):
     """Make a report as the command does, of a run of one case."""
     job = Job(layouts=[Parallelism()], cases=MASK_CASES[:1], loss_scalings=["average"])
     start = {"event": "start", "megatron": ran_on, "device": "cpu", "backend": "gloo", "hosts": "a"}
+    start["cards"] = list(cards)
     verdicts = [verdict(passed=passed, layout=str(job.layouts[0]))]
     layout = {"event": "layout", "layout": str(job.layouts[0]), "verdicts": verdicts, "groups": {}}
     versions = {"megatron-core": "0.16.1", "torch": "2.13.0"}
@@ -203,6 +204,22 @@ def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False)
     framework = framework_of(*checks) if checks else None
     events = [start] if ends else [start, layout, {"event": "end"}]
     return _report(job, events, facts, framework, failure=failure, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("cards", "num_gpus", "ranks_per_gpu"),
+    [([""] * 4, 0, 0), (list("abcd"), 4, 1), (list("aaaa"), 1, 4), (list("abca"), 3, 2)],
+)
+def test_how_many_ranks_shared_a_gpu_is_a_part_of_the_result(
+    capsys, cards, num_gpus, ranks_per_gpu
+):
+    found = reported(cards=cards)
+    assert (found["num_gpus"], found["ranks_per_gpu"]) == (num_gpus, ranks_per_gpu)
+    show(found)
+    wanted = f"1 rank, up to {ranks_per_gpu} on one GPU, megatron-core"
+    for text in (capsys.readouterr().out, read(found).text):
+        assert (wanted in text) == (ranks_per_gpu > 1)
+        assert ("on one GPU" in text) == (ranks_per_gpu > 1)
 
 
 def test_each_layout_has_a_line_and_one_without_cases_is_listed():
