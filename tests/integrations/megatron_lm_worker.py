@@ -1,9 +1,10 @@
 """One run of an unmodified Megatron-LM script, watched as ``lossagg verify --framework`` does.
 
 ``megatron_lm_worker.py FILE [--wanted MODE] SCRIPT ...``: ``--wanted``: on one process, also each
-step's MODE by the reference. ``--plain``: only the script, by ``runpy``, without ``lossagg
-run``. ``KILL_AFTER=n``: every rank kills itself in step n + 1. ``WITHOUT=name``: one stand-in of
-``megatron_lossagg.cpu.training`` is taken away.
+step's MODE by the reference. ``--plain``: only the script, by ``runpy``, without ``lossagg run``.
+``--weigh JSON``: by ``lossagg weigh`` instead, with its report in a file. ``KILL_AFTER=n``: every
+rank kills itself in step n + 1. ``WITHOUT=name``: one stand-in of ``megatron_lossagg.cpu.training``
+is taken away.
 """
 
 import functools
@@ -55,6 +56,8 @@ def run(file, arguments):
     if arguments[0] == "--wanted":
         compute_too(training, write, {"mode": arguments[1]})
         del arguments[:2]
+    if arguments[0] == "--weigh":
+        return main(["weigh", "--json", arguments[1], "--cpu", *arguments[2:]])
     return main(["run", "--cpu", *arguments])
 
 

@@ -1,0 +1,116 @@
+"""``lossagg weigh`` on an unmodified Megatron-LM checkout, against loops over its sequences.
+
+``FRAMEWORKS_DIR=... pytest tests/integrations/test_weigh_script.py``, as ``test_megatron_lm.py``.
+"""
+
+import json
+from itertools import groupby
+from shlex import split
+from types import SimpleNamespace
+
+import pytest
+from megatron_lm_runs import CP2, NEEDS, PER_TOKEN, SAMPLE_MEAN, SIZES, runs_of, steps
+
+pytestmark = NEEDS
+
+EVERY = {
+    **{f"sft-{name}": ("sft", *SIZES[name]) for name in ("DP2", "CP2", "PP2", "PP2xVPP2")},
+    **{f"mock-{name}": ("mock", *SIZES[name]) for name in ("TP2", "TP2-SP", "DP2xCP2")},
+    "sft-fp16": ("sft", 2, ["--fp16", "--initial-loss-scale", "1024"]),
+    "sft-recompute": (
+        "sft",
+        1,
+        split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ),
+}
+MOE = split("--num-experts 2 --moe-router-topk 1 --disable-bias-linear")
+MTP = split("--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion")
+
+
+@pytest.fixture(scope="module")
+def weigh(launches, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weigh")
+    with runs_of(folder) as run:
+
+        def weighed(kind, *more, processes, before=()):
+            file = folder / "weighed.json"
+            events = run(kind, *more, processes=processes, before=["--weigh", str(file), *before])
+            found = json.loads(file.read_text())
+            (step,) = found["steps"]
+            return SimpleNamespace(**step, sequences=found["sequences"], events=events)
+
+        weighed.plain = run
+        yield weighed
+
+
+def by_hand(sequences, num_microbatches, num_ranks):
+    """Return stock's weight of each token at CP 1, in a loop over microbatches."""
+    weights = []
+    microbatches = groupby(sequences, key=lambda s: (s["dp_rank"], s["microbatch"]))
+    for _, its in microbatches:
+        its = list(its)
+        tokens = sum(s["tokens"] for s in its)
+        weights += [1 / (num_microbatches * num_ranks * tokens)] * len(its)
+    return weights
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_the_weights_of_a_stock_run_sum_to_1(weigh, case):
+    kind, processes, more = EVERY[case]
+    found = weigh(kind, *more, processes=processes)
+    assert found.weight_sum == pytest.approx(1.0, rel=1e-5)
+    assert sum(s["weight_sum"] for s in found.sequences) == pytest.approx(1.0, rel=1e-5)
+    if "CP2" in case:
+        assert found.causes == ["a mean of one token mean per microbatch and context-parallel rank"]
+        return
+    wanted = by_hand(found.sequences, found.sizes["M"], found.sizes["DP"])
+    for sequence, weight in zip(found.sequences, wanted, strict=True):
+        assert sequence["weight_min"] == pytest.approx(weight, rel=1e-5)
+        assert sequence["weight_max"] == pytest.approx(weight, rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [MOE, MTP], ids=["MoE", "MTP"])
+def test_the_main_loss_of_a_model_with_other_losses_is_weighed(weigh, more):
+    found = weigh("mock", *more, *PER_TOKEN, processes=2)
+    assert (found.trains, found.weight_sum) == ("token_mean", pytest.approx(1.0, rel=1e-5))
+
+
+@pytest.mark.parametrize("scaling", [[], PER_TOKEN], ids=["average", "per_token"])
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2xCP2"])
+def test_under_a_mode_each_token_has_the_modes_weight(weigh, layout, scaling):
+    processes, more = SIZES[layout]
+    found = weigh("sft", *SAMPLE_MEAN, *more, *scaling, processes=processes)
+    assert found.trains == "sample_mean"
+    for sequence in found.sequences:
+        weight = 1 / len(found.sequences) / sequence["tokens"]
+        assert sequence["weight_min"] == pytest.approx(weight, rel=1e-5)
+        assert sequence["weight_max"] == pytest.approx(weight, rel=1e-5)
+
+
+def test_stock_with_per_token_loss_trains_a_token_mean_at_cp_2(weigh):
+    found = weigh("sft", *CP2, *PER_TOKEN, processes=2)
+    assert (found.trains, found.causes) == ("token_mean", [])
+
+
+@pytest.mark.parametrize("mode", [[], SAMPLE_MEAN], ids=["stock", "sample_mean"])
+def test_a_weighed_run_trains_bit_for_bit_as_an_unweighed_one(weigh, mode):
+    weighed = weigh("sft", *CP2, *mode, processes=2)
+    unweighed = weigh.plain("sft", *CP2, *mode, processes=2)
+    assert steps(weighed.events) == steps(unweighed)
+
+
+@pytest.mark.parametrize(("mode", "status"), [("token_mean", 0), ("sample_mean", 1)])
+def test_the_exit_status_holds_a_run_to_a_mode(weigh, mode, status):
+    options = ["--expect", mode]
+    if status == 0:
+        weigh("sft", *PER_TOKEN, processes=2, before=options)
+    else:
+        before = ["--weigh", "unused.json", *options]
+        out = weigh.plain("sft", *PER_TOKEN, processes=2, before=before, fails=True)
+        assert "expected sample_mean, and the run trains token_mean" in out
+
+
+def test_stop_ends_the_run_after_the_weighed_steps(weigh):
+    found = weigh("sft", *PER_TOKEN, processes=2, before=["--at", "2", "--stop"])
+    assert found.step == 2
+    assert len(steps(found.events)) < 3
