@@ -23,7 +23,7 @@ EVERY = {
         split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     ),
 }
-MOE = split("--num-experts 2 --moe-router-topk 1 --disable-bias-linear")
+MOE = split("--num-experts 2 --moe-router-topk 2 --disable-bias-linear")
 MTP = split("--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion")
 
 
@@ -100,12 +100,12 @@ def test_a_weighed_run_trains_bit_for_bit_as_an_unweighed_one(weigh, mode):
 
 
 @pytest.mark.parametrize(("mode", "status"), [("token_mean", 0), ("sample_mean", 1)])
-def test_the_exit_status_holds_a_run_to_a_mode(weigh, mode, status):
+def test_the_exit_status_holds_a_run_to_a_mode(weigh, tmp_path, mode, status):
     options = ["--expect", mode]
     if status == 0:
         weigh("sft", *PER_TOKEN, processes=2, before=options)
     else:
-        before = ["--weigh", "unused.json", *options]
+        before = ["--weigh", str(tmp_path / "weighed.json"), *options]
         out = weigh.plain("sft", *PER_TOKEN, processes=2, before=before, fails=True)
         assert "expected sample_mean, and the run trains token_mean" in out
 
