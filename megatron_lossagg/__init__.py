@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan as StepPlan
     from megatron_lossagg.reduction.plan import plan_step as plan_step
     from megatron_lossagg.reduction.sequences import Sequences as Sequences
+    from megatron_lossagg.weigh.weighing import Weighing as Weighing
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "StepCounts": "reduction.own_weights",
     "StepPlan": "reduction.plan",
     "StepTotals": "reduction.counts",
+    "Weighing": "weigh.weighing",
     "add_loss_aggregation_args": "loop.flags",
     "plan_step": "reduction.plan",
 }

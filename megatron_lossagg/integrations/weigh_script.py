@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lossagg.contract.groups import unwrapped
-from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.contract.groups import LiveGroups, unwrapped
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import HOOK
 from megatron_lossagg.integrations._refusals import imported
-from megatron_lossagg.weigh.compare import RankWeights, Weighed, compare
-from megatron_lossagg.weigh.listen import Listener
+from megatron_lossagg.weigh.compare import Weighed
+from megatron_lossagg.weigh.weighing import Weighing
 
 __all__ = ["ScriptWeighing", "install"]
 
@@ -67,11 +67,11 @@ class ScriptWeighing:
     def _weigh(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         model = call["model"]
         chunks = [*model] if isinstance(model, (list, tuple)) else [model]
-        with Listener(chunks) as listener:
-            listening = _Listening(listener, call["forward_step_func"])
+        with Weighing(chunks) as weighing:
+            listening = _Listening(weighing, chunks[-1], call["forward_step_func"])
             with listening:
                 out = schedule(**{**call, "forward_step_func": listening})
-        step = compare(_gathered(listener))
+        step = weighing.weighed()
         self.weighed.append(step)
         if dist.get_rank() == 0:
             self._report(step, self.num_steps)
@@ -80,29 +80,15 @@ class ScriptWeighing:
         return out
 
 
-def _gathered(listener: Listener) -> list[RankWeights]:
-    """Gather the weights of all ranks; what one of them refuses is raised on every rank."""
-    own: RankWeights | str
-    try:
-        own = listener.weights()
-    except LossAggregationError as error:
-        own = str(error)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    refused = next((one for one in found if isinstance(one, str)), None)
-    if refused is not None:
-        raise ContractError(refused)
-    return found
-
-
 class _Listening:
-    """A script's forward_step_func that tells the listener what the model returns."""
+    """A script's forward_step_func that tells a weighing what the model returns."""
 
-    def __init__(self, listener: Listener, forward_step: Callable[..., Any]) -> None:
+    def __init__(self, weighing: Weighing, chunk: Any, forward_step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward_step)
-        self._listener = listener
+        self._weighing = weighing
         self._forward_step = forward_step
-        self._model = unwrapped(listener.chunks[-1])
+        self._model = unwrapped(chunk)
+        self._has_losses = LiveGroups.of([chunk]).is_last_stage
         self._offsets: Any = None
 
     def __enter__(self) -> None:
@@ -121,8 +107,8 @@ class _Listening:
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
         # Of an interleaved pipeline only the last chunk of the last stage has losses.
-        if self._listener.groups.is_last_stage and unwrapped(model) is self._model:
-            self._listener.losses(output, cu_seqlens=self._offsets)
+        if self._has_losses and unwrapped(model) is self._model:
+            self._weighing.losses(output, cu_seqlens=self._offsets)
         return output, loss_func
 
 

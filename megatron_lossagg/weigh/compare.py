@@ -89,6 +89,12 @@ class Weighed:
     causes: Sequence[str] = field(default_factory=tuple)
     """What explains the numbers, by name."""
 
+    def __str__(self) -> str:
+        """Return the report that ``lossagg weigh`` prints."""
+        from megatron_lossagg.weigh.report import text
+
+        return text(self)
+
     @property
     def tokens(self) -> int:
         """N: the tokens of all sequences."""

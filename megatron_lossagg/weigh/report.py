@@ -12,11 +12,12 @@ __all__ = ["as_json", "text"]
 _MOST = 3
 
 
-def text(step: Weighed, *, number: int) -> str:
-    """Return the report of a step, whose number in the run is ``number``."""
+def text(step: Weighed, *, number: int | None = None) -> str:
+    """Return the report of a step; ``number``: its number in the run, if it is known."""
     sizes = " ".join(f"{name} {size}" for name, size in step.sizes.items() if size > 1)
+    name = "weighed step" if number is None else f"weighed step {number}"
     lines = [
-        f"weighed step {number}: {step.tokens} tokens in {len(step.sequences)} sequences"
+        f"{name}: {step.tokens} tokens in {len(step.sequences)} sequences"
         + (f", {sizes}" if sizes else ""),
         f"sum of all weights: {step.weight_sum:.8g}",
         f"verdict: {_verdict(step)}",

@@ -21,8 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lossagg import Layout
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.weigh.compare import compare
-from megatron_lossagg.weigh.listen import Listener
+from megatron_lossagg.weigh.weighing import Weighing
 
 CP = int(os.environ["WORLD_SIZE"]) // 2
 M = 3
@@ -77,18 +76,18 @@ def trained(*, per_token, loss_func, passes_mask=False, finalizes=True, listens=
     scale = made.grad_scale_func
     if not finalizes:
         made.finalize_model_grads_func = None
-    listener = Listener([chunk])
+    weighing = Weighing([chunk])
 
     def forward_step(iterator, model):
         tokens, mask = next(iterator)
         losses = model(torch.from_numpy(tokens))
         kept = torch.from_numpy(mask).to(losses)
         if listens:
-            listener.losses(losses, kept if passes_mask else None, cu_seqlens=CUTS)
+            weighing.losses(losses, kept if passes_mask else None, cu_seqlens=CUTS)
         return losses, lambda output: loss_func(output, kept)
 
     chunk.zero_grad_buffer()
-    with listener if listens else nullcontext():
+    with weighing if listens else nullcontext():
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(batches()),
@@ -98,10 +97,8 @@ def trained(*, per_token, loss_func, passes_mask=False, finalizes=True, listens=
             micro_batch_size=1,
             forward_only=False,
         )
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, listener.weights())
     gradient = chunk.module.weight.main_grad.double().numpy()
-    return compare(ranks), gradient / (float(scale(torch.ones(()))) if scale else 1.0)
+    return weighing.weighed(), gradient / (float(scale(torch.ones(()))) if scale else 1.0)
 
 
 def assert_sums(step, gradient, *, tolerance=1e-12):
@@ -212,12 +209,12 @@ def check_a_step_of_an_aggregation_weighs_as_its_mode():
             Sequences(active_tokens=counts, microbatch=np.repeat(range(M), 2)),
             group=aggregator.dp_group,
         )
-        listener, microbatch = Listener([chunk]), iter(range(M))
+        weighing, microbatch = Weighing([chunk]), iter(range(M))
 
-        def forward_step(iterator, model, listener=listener, microbatch=microbatch):
+        def forward_step(iterator, model, weighing=weighing, microbatch=microbatch):
             tokens, _ = next(iterator)
             m = next(microbatch)
-            losses = listener.losses(model(torch.from_numpy(tokens)), cu_seqlens=CUTS)
+            losses = weighing.losses(model(torch.from_numpy(tokens)), cu_seqlens=CUTS)
 
             def loss_func(output):
                 mask = torch.from_numpy(ACTIVE[dp, m].astype(np.int64))
@@ -228,7 +225,7 @@ def check_a_step_of_an_aggregation_weighs_as_its_mode():
             return losses, loss_func
 
         chunk.zero_grad_buffer()
-        with aggregator.begin(plan, num_microbatches=M) as step, listener:
+        with aggregator.begin(plan, num_microbatches=M) as step, weighing:
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches()),
@@ -238,21 +235,42 @@ def check_a_step_of_an_aggregation_weighs_as_its_mode():
                 micro_batch_size=1,
                 forward_only=False,
             )
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, listener.weights())
-        weighed = compare(ranks)
+        weighed = weighing.weighed()
         assert_sums(weighed, chunk.module.weight.main_grad.double().numpy())
         assert weighed.trains == "sample_mean"
 
 
+def check_a_model_in_torchs_ddp_is_weighed():
+    dp, world = dist.get_rank(), dist.get_world_size()
+    model = token_model.OneWeightPerToken(world * 16)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    mask = torch.from_numpy(ACTIVE[dp, 0]).double()
+    with Weighing(ddp) as weighing:
+        losses = weighing.losses(ddp(torch.arange(16) + 16 * dp), cu_seqlens=CUTS)
+        ((losses * mask).sum() / mask.sum()).backward()
+    step = weighing.weighed()
+    gradient = model.weight.grad.numpy()
+    for s in step.sequences:
+        part = gradient[s.dp_rank * 16 :][CUTS[s.sequence] : CUTS[s.sequence + 1]]
+        np.testing.assert_allclose([s.weight_sum, s.weight_max], [part.sum(), part.max()])
+    assert step.weight_sum == pytest.approx(gradient.sum())
+    assert step.trains == "microbatch_token_mean"
+    assert str(step).startswith("weighed step: ")
+
+
+def check_a_model_whose_ranks_nobody_adds_up_is_refused():
+    with pytest.raises(ContractError, match="expected a model in Megatron's or torch's"):
+        Weighing(torch.nn.Linear(2, 2))
+
+
 def check_offsets_that_are_not_of_the_losses_are_refused():
     chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
-    listener = Listener([chunk])
-    listener.losses(chunk(torch.arange(4)), cu_seqlens=CUTS)
+    weighing = Weighing([chunk])
+    weighing.losses(chunk(torch.arange(4)), cu_seqlens=CUTS)
     with pytest.raises(ContractError, match="got losses of 4 tokens, expected"):
-        listener.weights()
+        weighing.of_this_rank()
     with pytest.raises(ContractError, match="expected the losses of tokens"):
-        listener.losses(torch.zeros(2, 3, 4))
+        weighing.losses(torch.zeros(2, 3, 4))
 
 
 if __name__ == "__main__":
