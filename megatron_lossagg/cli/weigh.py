@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.cli import run as run_command
+from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.files import write_whole
+from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.weigh.compare import COMPARED, Weighed
 
@@ -31,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--stop", action="store_true", help="end the run when they are weighed")
     options.add_argument("--json", type=Path, metavar="FILE", help="write the weighed steps")
     options.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the last weighed step (.svg, .png)"
+    )
+    options.add_argument(
         "--expect", choices=COMPARED, metavar="MODE", help="exit with 1 unless this is trained"
     )
     run_command.add_arguments(parser)
@@ -42,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise LossAggregationError(
             f"got --at {args.at} --steps {args.steps}, expected a step from 1 on, and at least one"
         )
+    if args.picture is not None:  # refused before a model is built
+        needed("matplotlib.figure", by="--picture", extra="plot")
     weighing: list[Any] = []
 
     def install() -> None:
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _printed(args: argparse.Namespace) -> Any:
-    """Return what prints a weighed step on rank 0, and writes all steps so far."""
+    """Return what prints a weighed step on rank 0, and writes what was asked for."""
     objects: list[dict[str, Any]] = []
 
     def report(step: Weighed, number: int) -> None:
@@ -87,5 +94,8 @@ def _printed(args: argparse.Namespace) -> Any:
                 "modes": objects[-1]["modes"],
             }
             write_whole("--json", args.json, json.dumps(merged, indent=1) + "\n")
+        if args.picture is not None:
+            kind = args.picture.suffix[1:] or "svg"
+            write_whole("--picture", args.picture, drawn(step, kind, number=number))
 
     return report

@@ -96,6 +96,18 @@ class Weighed:
         return text(self)
 
     @property
+    def verdict(self) -> str:
+        """Say in a line what is trained."""
+        if not self.sequences:
+            return "trains nothing: no token has a weight"
+        if self.trains is not None:
+            return f"trains {self.trains}"
+        if self.factor is not None:
+            return f"trains {self.factor:.6g} times {self.nearest}"
+        low, high = self.modes[self.nearest]
+        return f"trains no mode; nearest is {self.nearest}, off by {low:.4g} to {high:.4g}"
+
+    @property
     def tokens(self) -> int:
         """N: the tokens of all sequences."""
         return sum(sequence.tokens for sequence in self.sequences)
@@ -231,15 +243,20 @@ def _causes(
         return [f"a constant factor on {step.nearest}: {step.factor:.6g}{equal}"]
     m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
     for name, is_whole in (("microbatch", True), ("microbatch and context-parallel rank", False)):
-        if _is_mean_of_each(ranks, factor, m * dp * (1 if is_whole else cp), is_whole=is_whole):
-            return [f"a mean of one token mean per {name}"]
+        num_means = m * dp * (1 if is_whole else cp)
+        found = _means(ranks, factor, num_means, is_whole=is_whole)
+        if found is not None:
+            empty = f"; {num_means - found} of {num_means} have no token" * (found < num_means)
+            return [f"a mean of one token mean per {name}{empty}"]
     return []
 
 
-def _is_mean_of_each(
+def _means(
     ranks: Sequence[RankWeights], factor: float, num_means: int, *, is_whole: bool
-) -> bool:
-    """Whether each token weighs 1 / (number of means, tokens of its mean)."""
+) -> int | None:
+    """Return how many means have tokens if each token weighs 1 / (``num_means``, tokens of its
+    mean), else None.
+    """
     tokens: dict[tuple[int, ...], int] = {}
     bounds: dict[tuple[int, ...], list[float]] = {}
     for rank in ranks:
@@ -247,11 +264,12 @@ def _is_mean_of_each(
             key = (rank.dp_rank, part.microbatch, *([] if is_whole else [rank.cp_rank]))
             tokens[key] = tokens.get(key, 0) + part.tokens
             bounds.setdefault(key, []).extend([part.weight_min, part.weight_max])
-    return all(
+    is_mean = all(
         _is(factor * weight * tokens[key] * num_means, 1)
         for key, weights in bounds.items()
         for weight in (min(weights), max(weights))
     )
+    return len(tokens) if is_mean else None
 
 
 def _constant(low: float, high: float) -> float | None:

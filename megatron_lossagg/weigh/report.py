@@ -20,7 +20,7 @@ def text(step: Weighed, *, number: int | None = None) -> str:
         f"{name}: {step.tokens} tokens in {len(step.sequences)} sequences"
         + (f", {sizes}" if sizes else ""),
         f"sum of all weights: {step.weight_sum:.8g}",
-        f"verdict: {_verdict(step)}",
+        f"verdict: {step.verdict}",
         *[f"cause: {cause}" for cause in step.causes],
         "",
         "weight of a token, relative to  smallest   largest",
@@ -56,14 +56,3 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "modes": {name: {"min": low, "max": high} for name, (low, high) in step.modes.items()},
         "sequences": [{"step": number, **asdict(sequence)} for sequence in step.sequences],
     }
-
-
-def _verdict(step: Weighed) -> str:
-    if not step.sequences:
-        return "trains nothing: no token has a weight"
-    if step.trains is not None:
-        return f"trains {step.trains}"
-    if step.factor is not None:
-        return f"trains {step.factor:.6g} times {step.nearest}"
-    low, high = step.modes[step.nearest]
-    return f"trains no mode; nearest is {step.nearest}, off by {low:.4g} to {high:.4g}"

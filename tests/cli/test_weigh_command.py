@@ -1,10 +1,13 @@
-"""What lossagg weigh refuses before it runs a script."""
+"""What lossagg weigh refuses before it runs a script, and the picture of a weighed step."""
 
 import sys
 
 import pytest
 
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.weighed_picture import drawn, figure_of
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.weigh.compare import Part, RankWeights, compare
 
 
 @pytest.mark.parametrize("option", ["--at", "--steps"])
@@ -24,3 +27,36 @@ def test_only_a_mode_that_weights_show_can_be_expected(capsys):
         main(["weigh", "--expect", "prompt_mean", "pretrain_gpt.py"])
     assert ended.value.code == 2
     assert "token_mean" in capsys.readouterr().err
+
+
+def weighed(*weights):
+    """Return a step of one rank whose sequences have 2, 4, 6, ... tokens of these weights."""
+    parts = [
+        Part(
+            microbatch=0,
+            sequence=number,
+            tokens=2 * number + 2,
+            weight_sum=(2 * number + 2) * w,
+            weight_min=w,
+            weight_max=w,
+        )
+        for number, w in enumerate(weights)
+    ]
+    sizes = {"M": 1, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
+    place = {"dp_rank": 0, "cp_rank": 0, "sizes": sizes, "counts": True, "is_finalized": True}
+    return compare([RankWeights(**place, parts=parts, num_tokens=None, is_divided=False)])
+
+
+@pytest.mark.parametrize("weights", [(0.1, 0.2, 0.05), (-0.1, 0.2), (0.5,), ()])
+def test_the_picture_has_a_dot_per_sequence_at_its_weight_times_n(weights):
+    step = weighed(*weights)
+    figure = figure_of(step, number=1)
+    (dots,) = [c for c in figure.axes[0].collections if c.get_label() == "a sequence of this run"]
+    wanted = [(2 * i + 2, step.tokens * w) for i, w in enumerate(weights)]
+    assert dots.get_offsets().tolist() == [pytest.approx(one) for one in wanted]
+    assert drawn(step, "svg", number=1).startswith(b"<?xml")
+
+
+def test_a_picture_of_a_kind_that_cannot_be_drawn_is_refused():
+    with pytest.raises(LossAggregationError, match=r"name a \.svg or a \.png file"):
+        drawn(weighed(1.0), "doc", number=1)

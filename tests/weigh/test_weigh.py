@@ -77,6 +77,13 @@ def test_weights_of_no_mode_name_the_sequences_that_are_off():
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_microbatches_without_a_token_are_means_too():
+    (one,) = ranks(lambda n_mb, n: 1 / (4 * n_mb))
+    step = compare([replace(one, sizes={**one.sizes, "M": 4})])
+    assert step.weight_sum == pytest.approx(0.5)
+    assert step.causes == ("a mean of one token mean per microbatch; 2 of 4 have no token",)
+
+
 def test_negative_weights_train_no_mode():
     step = compare(ranks(lambda n_mb, n: -1 / 12))
     assert step.trains is None
