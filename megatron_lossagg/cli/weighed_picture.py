@@ -50,17 +50,19 @@ def figure_of(step: Weighed, *, number: int) -> Figure:
     axes.scatter(lengths, of_mean, color=_DOTS, s=22, zorder=3, label="a sequence of this run")
     ends = [min(lengths, default=1), max(lengths, default=1)]
     span = [ends[0] * (ends[1] / ends[0]) ** (place / 50) for place in range(51)]
-    curves = {"token_mean": [1.0] * 51, "sample_mean": [n / (max(b, 1) * length) for length in span]}
+    of_sample_mean = [n / (max(b, 1) * length) for length in span]
+    curves = {"token_mean": [1.0] * len(span), "sample_mean": of_sample_mean}
     for mode, weights in curves.items():
         axes.plot(span, weights, color=_LINES[mode], label=mode)
     axes.set(xscale="log", xlabel="trained tokens of the sequence", ylabel="weight of a token x N")
     if min(lowest, default=1) > 0:
         axes.set_yscale("log")
-    formatter = needed("matplotlib.ticker", by="--picture", extra="plot").LogFormatter
+    tickers = needed("matplotlib.ticker", by="--picture", extra="plot")
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
-            axis.set_major_formatter(formatter())
-            axis.set_minor_formatter(formatter())
+            axis.set_major_locator(tickers.LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
     axes.set_title(f"Step {number}: {step.verdict}", loc="left", fontsize=10, color=_GREY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GREY)
