@@ -82,7 +82,8 @@ def _printed(args: argparse.Namespace) -> Any:
     """Return what prints a weighed step on rank 0, and writes what was asked for."""
     objects: list[dict[str, Any]] = []
 
-    def report(step: Weighed, number: int) -> None:
+    def report(step: Weighed, number: int, term: str) -> None:
+        del term  # a script has one
         from megatron_lossagg.weigh.report import as_json, text
 
         print(text(step, number=number), flush=True)

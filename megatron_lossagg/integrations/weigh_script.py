@@ -20,21 +20,21 @@ from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["ScriptWeighing", "install"]
+__all__ = ["Report", "ScriptWeighing", "install", "rebind_schedule"]
 
 _LOOP = "megatron.training.training"
+Report = Callable[[Weighed, int, str], None]
+"""Gets a weighed step, its number, and the name of its term."""
 
 
 class ScriptWeighing:
     """Weighs some steps of a script; one for a run.
 
-    ``report``: called on rank 0 with a weighed step and its number. ``stop``: end the process when
+    ``report``: called on rank 0. ``stop``: end the process when
     the last one is weighed.
     """
 
-    def __init__(
-        self, at: int, steps: int, *, stop: bool, report: Callable[[Weighed, int], None]
-    ) -> None:
+    def __init__(self, at: int, steps: int, *, stop: bool, report: Report) -> None:
         self._at, self._last, self._stop, self._report = at, at + steps - 1, stop, report
         self.num_steps = 0
         """Training steps that came by."""
@@ -67,17 +67,28 @@ class ScriptWeighing:
     def _weigh(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         model = call["model"]
         chunks = [*model] if isinstance(model, (list, tuple)) else [model]
-        with Weighing(chunks) as weighing:
-            listening = _Listening(weighing, chunks[-1], call["forward_step_func"])
-            with listening:
-                out = schedule(**{**call, "forward_step_func": listening})
-        step = weighing.weighed()
-        self.weighed.append(step)
+        with Weighing(chunks, num_microbatches=call["num_microbatches"]) as weighing:
+            out = self._listen(weighing, schedule, call, chunks[-1])
+        terms = self._trained(weighing.terms())
+        self.weighed.append(next(iter(terms.values())))
         if dist.get_rank() == 0:
-            self._report(step, self.num_steps)
+            for term, step in terms.items():
+                self._report(step, self.num_steps, term)
         if self._stop and self.num_steps == self._last:
             raise SystemExit(0)
         return out
+
+    def _listen(
+        self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
+    ) -> Any:
+        """Run the schedule while the weighing listens to what the model returns."""
+        listening = _Listening(weighing, chunk, call["forward_step_func"])
+        with listening:
+            return schedule(**{**call, "forward_step_func": listening})
+
+    def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
+        """Return the terms that are reported."""
+        return terms
 
 
 class _Listening:
@@ -112,24 +123,31 @@ class _Listening:
         return output, loss_func
 
 
-def install(
-    at: int, steps: int, *, stop: bool, report: Callable[[Weighed, int], None]
-) -> ScriptWeighing:
+def install(at: int, steps: int, *, stop: bool, report: Report) -> ScriptWeighing:
     """Listen in Megatron-LM's schedule in this process; call it before ``pretrain``.
 
     Raises :class:`ContractError` if ``megatron.training.training`` cannot be imported or does not
     look up the schedule by its name.
     """
     expected = "a Megatron-LM checkout: run in its folder, or put it on PYTHONPATH"
-    module = imported(_LOOP, expected=expected)
+    weighing = ScriptWeighing(at, steps, stop=stop, report=report)
+    rebind_schedule(_LOOP, weighing, expected=expected)
+    return weighing
+
+
+def rebind_schedule(name: str, weighing: ScriptWeighing, *, expected: str) -> None:
+    """Put a weighing around the schedule that a module looks up by its name.
+
+    ``expected``: what the module is of, for the message of the :class:`ContractError` if it cannot
+    be imported or does not look up the schedule.
+    """
+    module = imported(name, expected=expected)
     stock = getattr(module, HOOK, None)
     if stock is None:
-        raise ContractError(f"{_LOOP} has no {HOOK}, expected a Megatron-LM that trains by it")
-    weighing = ScriptWeighing(at, steps, stop=stop, report=report)
+        raise ContractError(f"{name} has no {HOOK}, expected {expected}")
 
     @functools.wraps(stock)
     def get(*args: Any, **kwargs: Any) -> Any:
         return weighing.wrap(stock(*args, **kwargs))
 
     setattr(module, HOOK, get)
-    return weighing

@@ -11,7 +11,7 @@ Source of what is in g_t: ``schedules.forward_step_calc_loss``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,10 @@ from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.compare import Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import run_of
 
-__all__ = ["Weighing"]
+__all__ = ["LOSS", "Weighing"]
+
+LOSS = "loss"
+"""The name of a loss of one term."""
 
 
 @dataclass
@@ -34,6 +37,7 @@ class _Microbatch:
 
     shape: tuple[int, ...]
     cu_seqlens: IntsLike | None
+    lengths: Sequence[int] | None
     mask: Tensor | None
     arrived: list[Tensor] = field(default_factory=list)
 
@@ -45,6 +49,7 @@ class Weighing:
     a model in torch's; any other model on one process only. A context manager around the schedule
     call or the backward passes, inside of a ``LossAggregator``'s step if there is one. It changes
     no value and no order of operations; no collective and no host sync before :meth:`weighed`.
+    ``num_microbatches``: M; None if :meth:`losses` is called once for each.
 
     Examples:
         One process, a step of one microbatch with sequences of 6 and 2 tokens. With a schedule,
@@ -59,9 +64,10 @@ class Weighing:
         'sample_mean'
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, num_microbatches: int | None = None) -> None:
         self.run = run_of(model)
-        self._microbatches: list[_Microbatch] = []
+        self._num_microbatches = num_microbatches
+        self._terms: dict[str, list[_Microbatch]] = {}
         self._num_tokens: Tensor | None = None
         self._is_finalized = False
 
@@ -73,14 +79,22 @@ class Weighing:
         self.run.end()
 
     def losses(
-        self, losses: Tensor, mask: Tensor | None = None, *, cu_seqlens: IntsLike | None = None
+        self,
+        losses: Tensor,
+        mask: Tensor | None = None,
+        *,
+        cu_seqlens: IntsLike | None = None,
+        lengths: Sequence[int] | None = None,
+        term: str = LOSS,
     ) -> Tensor:
         """Listen to a microbatch's per-token losses; return the tensor that was passed.
 
         ``losses``: this rank's, ``[T]`` or ``[b, s]``, the tensor that the loss is computed from.
         ``mask``: like it; without one, a token that weighs 0 is not trained. ``cu_seqlens``:
         offsets of the whole packed sequences, padding included, ``[G + 1]``; without, an entry of
-        the batch is a sequence. Call it once per microbatch, in their order.
+        the batch is a sequence. ``lengths``: in their place, the tokens of each sequence that this
+        rank holds, in order. ``term``: the name of a term of the loss, which is weighed by itself.
+        Call it once per microbatch and term, in their order.
         """
         if not isinstance(losses, Tensor) or losses.dim() > 2 or not losses.is_floating_point():
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -88,8 +102,8 @@ class Weighing:
                 f"got {got}, expected the losses of tokens, [T] or [b, s]: a model that returns "
                 "logits is weighed in a loop of one's own (docs/weigh.md)"
             )
-        heard = _Microbatch(tuple(losses.shape), cu_seqlens, mask)
-        self._microbatches.append(heard)
+        heard = _Microbatch(tuple(losses.shape), cu_seqlens, lengths, mask)
+        self._terms.setdefault(term, []).append(heard)
         if losses.grad_fn is not None:
             # Of the node: what a script asks of autograd.grad at the losses trains nothing, and
             # does not run it.
@@ -100,11 +114,18 @@ class Weighing:
         """Compare the weights of all ranks with every mode; the same on every rank.
 
         One ``all_gather_object`` over all ranks; waits for the device. Raises, on every rank, the
-        :class:`ContractError` of one.
+        :class:`ContractError` of one, and for a loss of several terms (:meth:`terms`).
         """
-        own: RankWeights | str
+        terms = self.terms()
+        if len(terms) > 1:
+            raise ContractError(f"got the terms {[*terms]}, expected one loss: call terms()")
+        return next(iter(terms.values()))
+
+    def terms(self) -> dict[str, Weighed]:
+        """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
+        own: dict[str, RankWeights] | str
         try:
-            own = self.of_this_rank()
+            own = {term: self.of_this_rank(term) for term in self._terms or {LOSS: []}}
         except LossAggregationError as error:
             own = str(error)
         found: list[Any] = [own]
@@ -114,24 +135,39 @@ class Weighing:
         refused = next((one for one in found if isinstance(one, str)), None)
         if refused is not None:
             raise ContractError(refused)
-        return compare(found)
+        names = dict.fromkeys(name for one in found for name, its in one.items() if its.counts)
+        nothing = self.of_this_rank("")
+        return {
+            name: compare([one.get(name) or replace(nothing, counts=False) for one in found])
+            for name in names
+        }
 
-    def of_this_rank(self) -> RankWeights:
+    def of_this_rank(self, term: str = LOSS) -> RankWeights:
         """Return the weights of this rank's tokens, per part of a sequence; waits for the device.
 
         No collective. A rank that computes no loss, or is not the first of its tensor-parallel
         ranks, has none.
         """
         place, parts = self.run.place, []
+        microbatches = self._terms.get(term, [])
         if place.counts:
-            factor = self.run.factor(self._device())
-            for index, heard in enumerate(self._microbatches):
-                parts += self._parts(index, heard, factor)
+            factor, m = self.run.factor(self._device()), self._num_microbatches
+            if m is not None and len(microbatches) % m:
+                raise ContractError(
+                    f"got {len(microbatches)} calls of losses for the term {term!r} in a step of "
+                    f"{m} microbatches, expected as many: call it for each, with tokens or without"
+                )
+            # Where the loss is recomputed in the backward pass, a microbatch has two calls in turn.
+            times = len(microbatches) // m if m else 1
+            for index in range(len(microbatches) // times):
+                calls = microbatches[index * times : (index + 1) * times]
+                arrived = [gradient for call in calls for gradient in call.arrived]
+                parts += self._parts(index, replace(calls[-1], arrived=arrived), factor)
         num_tokens = None if self._num_tokens is None else int(self._num_tokens.item())
         return RankWeights(
             dp_rank=place.dp_rank,
             cp_rank=place.cp_rank,
-            sizes={"M": len(self._microbatches), **place.sizes},
+            sizes={"M": self._num_microbatches or len(microbatches), **place.sizes},
             parts=parts,
             num_tokens=num_tokens if place.counts else 0,
             is_divided=num_tokens is not None,
@@ -145,17 +181,25 @@ class Weighing:
             self._num_tokens = num_tokens.detach().clone()  # summed over ranks in place
 
     def _device(self) -> torch.device:
-        arrived = [tensor for heard in self._microbatches for tensor in heard.arrived]
+        microbatches = (heard for term in self._terms.values() for heard in term)
+        arrived = [tensor for heard in microbatches for tensor in heard.arrived]
         return arrived[0].device if arrived else torch.device("cpu")
 
     def _parts(self, index: int, heard: _Microbatch, factor: float) -> list[Part]:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
-        layout = self.run.layout(heard.shape, heard.cu_seqlens)
-        num_tokens, held = int(np.prod(heard.shape)), layout.num_local_tokens
-        if held > num_tokens or (held < num_tokens and not layout.allows_tail):
+        num_tokens = int(np.prod(heard.shape))
+        if heard.lengths is not None:
+            segments = np.repeat(np.arange(len(heard.lengths)), heard.lengths)
+            allows_tail = False
+        else:
+            layout = self.run.layout(heard.shape, heard.cu_seqlens)
+            segments = np.repeat(layout.segment_R, layout.length_R)
+            allows_tail = layout.allows_tail
+        held = len(segments)
+        if held > num_tokens or (held < num_tokens and not allows_tail):
             raise ContractError(
                 f"got losses of {num_tokens} tokens, expected {held}, which this rank holds of "
-                "the sequences at cu_seqlens: pass whole offsets, with padding"
+                "the sequences: pass whole offsets with padding, or the lengths here"
             )
         weight_T = np.zeros(num_tokens)
         for arrived in heard.arrived:
@@ -164,7 +208,7 @@ class Weighing:
         if heard.mask is not None:
             trained_T |= heard.mask.detach().reshape(-1).cpu().numpy() != 0
         segment_T = np.full(num_tokens, -1)
-        segment_T[:held] = np.repeat(layout.segment_R, layout.length_R)
+        segment_T[:held] = segments
         return [
             _part(index, segment, weight_T[trained_T & (segment_T == segment)])
             for segment in np.unique(segment_T[trained_T]).tolist()

@@ -115,36 +115,49 @@ def expected(
     ``rollout``. ``members``: sequences of the step. ``places``: (data-parallel rank, microbatch)
     of each. ``microbatches``: M of each rank. ``weighted``: by ``loss_weight``.
     """
-    step = samples()
-    members = range(len(step)) if members is None else members
     loss, grads = 0.0, {}
     for term, aggregation in aggregations.items():
-        leaves = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in members]
-        sequences = [
-            {
-                "x": [leaf] * step[number]["response"],
-                "counted": step[number]["mask"],
-                "trained": step[number]["mask"],
-                "sample": step[number][by],
-                "prompt": step[number]["uid"],
-                "group": step[number]["group"],
-                "sequence_weight": step[number]["loss_weight"] if weighted else 1,
-                "microbatch": places and places[number],
-            }
-            for number, leaf in zip(members, leaves, strict=True)
-        ]
-        options = reference_options(aggregation, microbatches)
-        total = reference_loss.step_loss(aggregation.mode, sequences, **options)
-        total.backward()
-        for number, leaf in zip(members, leaves, strict=True):
-            if leaf.grad is None:  # fully masked
-                continue
-            weight = leaf.grad.item() / sum(step[number]["mask"])
+        found = weights(
+            aggregation,
+            by=by,
+            members=members,
+            places=places,
+            microbatches=microbatches,
+            weighted=weighted,
+        )
+        for number, weight in found.items():
             value, of_sequence = saved[number][term]
             loss += weight * value
             for name, grad in of_sequence.items():
                 grads[name] = grads.get(name, 0) + weight * grad.double()
     return loss, grads
+
+
+def weights(aggregation, *, by, members=None, places=None, microbatches=(), weighted=False):
+    """Return the weight of a token of each sequence that is not fully masked, by the reference."""
+    step = samples()
+    members = range(len(step)) if members is None else members
+    leaves = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in members]
+    sequences = [
+        {
+            "x": [leaf] * step[number]["response"],
+            "counted": step[number]["mask"],
+            "trained": step[number]["mask"],
+            "sample": step[number][by],
+            "prompt": step[number]["uid"],
+            "group": step[number]["group"],
+            "sequence_weight": step[number]["loss_weight"] if weighted else 1,
+            "microbatch": places and places[number],
+        }
+        for number, leaf in zip(members, leaves, strict=True)
+    ]
+    options = reference_options(aggregation, microbatches)
+    reference_loss.step_loss(aggregation.mode, sequences, **options).backward()
+    return {
+        number: leaf.grad.item() / sum(step[number]["mask"])
+        for number, leaf in zip(members, leaves, strict=True)
+        if leaf.grad is not None
+    }
 
 
 def expected_cases(path):

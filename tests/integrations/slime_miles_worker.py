@@ -8,6 +8,7 @@ what serves rollouts and triton, none of which the training path computes with, 
 store, which is Ray's.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from written_frameworks import kl_losses
 import megatron_lossagg.cpu as cpu
 import megatron_lossagg.cpu.training as cpu_training
 from megatron_lossagg import Aggregation
+from megatron_lossagg.integrations import weigh_rollouts
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
 from megatron_lossagg.verify.frameworks import slime_and_miles
 
@@ -127,6 +129,10 @@ def compare(framework, dtype, cp_size, path):
         # Megatron-Core's fused cross entropy rounds the gradient of logits to bfloat16. Without
         # it, in true-on-policy mode, miles fails where a rank holds one token of a response.
         bound = 5e-3
+    weighed = {}
+    weighing = weigh_rollouts.install(
+        framework.hooks.name, steps=1000, report=lambda step, _, term: weighed.update({term: step})
+    )
     for most_tokens in (1000, 1):  # all of a rank's sequences in one microbatch, or each in its own
         for name, (given, policy, rest) in cases(framework).items():
             args = arguments(framework, **base, **given, max_tokens_per_gpu=most_tokens)
@@ -138,6 +144,12 @@ def compare(framework, dtype, cp_size, path):
             iterator, *counts = framework.iterator(args, chunk, data)
             errors = []
             terms = {"pg": policy, "kl": rest, "entropy": rest}
+            named = {"loss": (rest, 1.0)}  # of custom_loss
+            if dtype == torch.float32:
+                named = {"entropy_loss": (rest, -framework_step.ENTROPY)}
+                named["kl_loss"] = (rest, framework_step.KL)
+            if dtype == torch.float32 or getattr(args, REDUCER) is None:
+                named["pg_loss"] = (policy, 1.0)
             for number, (m, g) in enumerate(zip(*counts, strict=True)):
                 optimizer, places = Recorder(chunk), steps[number][0]
                 metrics = framework.train_one_step(
@@ -151,14 +163,43 @@ def compare(framework, dtype, cp_size, path):
                     places=places,
                     microbatches=steps[number][1],
                 )
+                if dist.get_rank() == 0:
+                    assert_weighed(weighed, named, *steps[number])
                 errors.append(difference(optimizer.grads, grads))
                 assert errors[-1] < bound, (name, errors)
                 assert metrics["loss"] == pytest.approx(loss, rel=10 * BOUND[dtype]), name
             assert len(errors) == ROLLOUTS // GLOBAL_BATCH
             if dist.get_rank() == 0:
                 print(f"CASE {name}, M {counts[0]}: gradient {max(errors):.1e}", flush=True)
+    assert weighing.num_steps == 2 * 2 * len(cases(framework))
     if framework.hooks.name == "slime":
         framework.check_logged_rollouts()
+
+
+def assert_weighed(terms, aggregations, places, microbatches):
+    """Compare what was weighed of each term with its aggregation's weights by the reference."""
+    step = framework_step.samples()
+    for name, (aggregation, coefficient) in aggregations.items():
+        wanted = {}
+        by_hand = framework_step.weights(
+            aggregation,
+            by="rollout",
+            members=sorted(places),
+            places=places,
+            microbatches=microbatches,
+        )
+        for number, weight in by_hand.items():
+            n = sum(step[number]["mask"])
+            wanted.setdefault(places[number], []).append((n, coefficient * weight))
+        found = {}
+        for one in terms[name].sequences:
+            place = found.setdefault((one.dp_rank, one.microbatch), [])
+            place.append((one.tokens, one.weight_sum / one.tokens))
+            assert one.weight_max == pytest.approx(one.weight_min, rel=1e-5)
+        assert found.keys() == wanted.keys()
+        for place, its in wanted.items():
+            for got, want in zip(sorted(found[place]), sorted(its), strict=True):
+                assert got == pytest.approx(want, rel=1e-5), (name, place)
 
 
 def difference(got, want):
@@ -184,6 +225,11 @@ def wiring(framework):
         )
     )
     framework.wiring()
+    model = importlib.import_module(f"{framework.hooks.name}.backends.megatron_utils.model")
+    stock = model.get_forward_backward_func
+    path = f"megatron_lossagg.integrations.weigh_rollouts.{framework.hooks.name}"
+    framework.load_function(path)(arguments(framework, custom_megatron_init_path=path))
+    assert model.get_forward_backward_func is not stock
     print(f"WIRING of {framework.hooks.name} holds")
 
 

@@ -263,6 +263,43 @@ def check_a_model_whose_ranks_nobody_adds_up_is_refused():
         Weighing(torch.nn.Linear(2, 2))
 
 
+def check_a_loss_that_is_recomputed_is_weighed_once():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    mask, losses = torch.ones(4), [chunk(torch.arange(4)) for _ in range(2)]
+    weighing = Weighing([chunk], num_microbatches=1)
+    with weighing:
+        for one in losses:
+            weighing.losses(one, mask, lengths=[3, 1])
+        losses[1].sum().backward()
+    parts = weighing.of_this_rank().parts
+    assert [(part.microbatch, part.tokens) for part in parts] == [(0, 3), (0, 1)]
+    assert all(part.weight_min == part.weight_max > 0 for part in parts)
+
+
+def check_a_call_that_is_missing_for_a_microbatch_is_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk], num_microbatches=2)
+    weighing.losses(chunk(torch.arange(4)), lengths=[4])
+    with pytest.raises(ContractError, match="in a step of 2 microbatches, expected as many"):
+        weighing.weighed()
+
+
+def check_terms_are_weighed_by_themselves():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        policy, kl = chunk(torch.arange(4)), chunk(torch.arange(4))
+        weighing.losses(policy, lengths=[3, 1], term="policy")
+        weighing.losses(kl, lengths=[3, 1], term="kl")
+        (policy.mean() + 0.3 * kl.mean()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    with pytest.raises(ContractError, match="got the terms"):
+        weighing.weighed()
+    step = weighing.terms()
+    assert step["policy"].trains == "token_mean"
+    assert step["kl"].weight_sum / step["policy"].weight_sum == pytest.approx(0.3)
+
+
 def check_offsets_that_are_not_of_the_losses_are_refused():
     chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
     weighing = Weighing([chunk])

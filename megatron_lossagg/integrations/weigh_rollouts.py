@@ -1,0 +1,194 @@
+"""Weigh slime and miles: which weight each response's tokens get, in each term of their loss.
+
+Their code runs as it is. In the configuration of either::
+
+    custom_megatron_init_path: megatron_lossagg.integrations.weigh_rollouts.slime
+
+(``...miles``). Each training process then weighs its first training step, and rank 0 prints a
+report for each term: the policy loss, KL, entropy. A term's weights are those of the mode times
+the term's coefficient.
+
+Both frameworks reduce a term by the function that ``get_sum_of_sample_mean`` returns, or by a
+custom one for the policy loss; these hear the term's losses of the response tokens here. Sources:
+slime 624b824a ``loss_function``, miles 31f1ca96 ``loss_function``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import linecache
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations._framework_options import requested
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing, rebind_schedule
+from megatron_lossagg.reduction.devices import moved
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.weigh.compare import Weighed
+from megatron_lossagg.weigh.report import text
+from megatron_lossagg.weigh.weighing import Weighing
+
+__all__ = ["TermsWeighing", "install", "miles", "slime"]
+
+_MAKER = "get_sum_of_sample_mean"
+_LOADER = "load_function"
+_ASSIGNED = re.compile(r"\s*(\w+)\s*=[^=]")
+
+
+class _Where(NamedTuple):
+    """Where a framework looks up its schedule, and the functions that make its reducers."""
+
+    schedule: str
+    reducers: tuple[str, ...]
+    hooks: str
+    """Our module for it, whose ``check`` stands at the same option under a mode of ours."""
+
+
+_FRAMEWORKS = {
+    "slime": _Where(
+        "slime.backends.megatron_utils.model",
+        ("slime.backends.megatron_utils.loss",),
+        "megatron_lossagg.integrations.slime",
+    ),
+    "miles": _Where(
+        "miles.backends.megatron_utils.model",
+        ("miles.backends.training_utils.loss", "miles.backends.training_utils.loss_hub.losses"),
+        "megatron_lossagg.integrations.miles",
+    ),
+}
+
+
+def slime(args: Any) -> None:
+    """Weigh slime's first training step; for ``custom_megatron_init_path``."""
+    _begin("slime", args)
+
+
+def miles(args: Any) -> None:
+    """Weigh miles' first training step; for ``custom_megatron_init_path``."""
+    _begin("miles", args)
+
+
+class TermsWeighing(ScriptWeighing):
+    """Weighs each term of a loss; one for a run."""
+
+    def __init__(self, at: int, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
+        super().__init__(at, steps, stop=False, report=report)
+        self._listening: Weighing | None = None
+
+    def hear(self, losses: Tensor, mask: Tensor, lengths: Sequence[int], term: str) -> None:
+        """Hear a term's losses of this rank's response tokens, if a step is weighed."""
+        if self._listening is not None and torch.is_grad_enabled():
+            self._listening.losses(losses, mask, lengths=lengths, term=term)
+
+    def _listen(
+        self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
+    ) -> Any:
+        self._listening = weighing
+        try:
+            return schedule(**call)
+        finally:
+            self._listening = None
+
+    def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
+        """Leave out metrics, which are reduced as terms are and have no gradient on any rank."""
+        trained = {
+            name: step for name, step in terms.items() if any(s.weight_sum for s in step.sequences)
+        }
+        return trained or terms
+
+
+def install(
+    framework: str, at: int = 1, steps: int = 1, *, report: Callable[[Weighed, int, str], None]
+) -> TermsWeighing:
+    """Listen in a framework's training in this process; call it before the first step."""
+    where, expected = _FRAMEWORKS[framework], f"{framework}'s Megatron backend"
+    weighing = TermsWeighing(at, steps, report=report)
+    rebind_schedule(where.schedule, weighing, expected=expected)
+    for name in where.reducers:
+        module = importlib.import_module(name)
+        for function in (_MAKER, _LOADER):
+            if hasattr(module, function):
+                wrap = _heard_maker if function == _MAKER else _heard_loader
+                setattr(module, function, wrap(weighing, getattr(module, function)))
+    return weighing
+
+
+def _begin(framework: str, args: Any) -> None:
+    if requested(args, framework).loss_aggregation is not None:
+        importlib.import_module(_FRAMEWORKS[framework].hooks).check(args)
+    install(framework, report=_print)
+
+
+def _print(step: Weighed, number: int, term: str) -> None:
+    print(f"term {term}\n{text(step, number=number)}", flush=True)
+
+
+def _heard_loader(weighing: TermsWeighing, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Hear what a custom reducer of the policy loss gets, which the framework loads by its path."""
+
+    @functools.wraps(load)
+    def loaded(path: str, *args: Any, **kwargs: Any) -> Any:
+        function = load(path, *args, **kwargs)
+        caller = linecache.getline(*_caller(sys._getframe(1)))
+        return _heard_maker(weighing, function) if "reducer" in caller else function
+
+    return loaded
+
+
+def _heard_maker(weighing: TermsWeighing, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Hear what the reducers get that this function makes for a microbatch."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Callable[[Tensor], Tensor]:
+        reduce = make(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+
+        @functools.wraps(reduce)
+        def heard(x: Tensor) -> Any:
+            mask, lengths = _slice(given)
+            weighing.hear(x, moved(mask, x.device), lengths, _term(sys._getframe(1)))
+            return reduce(x)
+
+        return heard
+
+    return made
+
+
+def _slice(given: dict[str, Any]) -> tuple[Tensor, Sequence[int]]:
+    """Return the loss mask of the response tokens here, and how many each sequence has of them."""
+    from megatron.core import mpu
+
+    cp_size = mpu.get_context_parallel_world_size()
+    if cp_size > 1 and given.get("qkv_format", "thd") != "thd":
+        raise ContractError(
+            "got qkv_format bshd with context parallelism, expected thd: which response tokens a "
+            "rank holds is not read there"
+        )
+    layout = Layout.response_zigzag(
+        given["total_lengths"],
+        given["response_lengths"],
+        cp_size=cp_size,
+        cp_rank=mpu.get_context_parallel_rank(),
+    )
+    masks = given["loss_masks"]
+    mask = torch.cat([*masks]) if len(masks) else torch.zeros(0)
+    return mask[moved(layout.positions, mask.device)], layout.local_lengths.tolist()
+
+
+def _term(frame: Any) -> str:
+    """Name a term as the framework's line does: ``kl_loss = sum_of_sample_mean(kl)``."""
+    found = _ASSIGNED.match(linecache.getline(*_caller(frame)))
+    return found[1] if found else "loss"
+
+
+def _caller(frame: Any) -> tuple[str, int]:
+    return frame.f_code.co_filename, frame.f_lineno
