@@ -158,7 +158,7 @@ class Weighing:
                     f"{m} microbatches, expected as many: call it for each, with tokens or without"
                 )
             # Where the loss is recomputed in the backward pass, a microbatch has two calls in turn.
-            times = len(microbatches) // m if m else 1
+            times = max(len(microbatches) // m, 1) if m else 1
             for index in range(len(microbatches) // times):
                 calls = microbatches[index * times : (index + 1) * times]
                 arrived = [gradient for call in calls for gradient in call.arrived]

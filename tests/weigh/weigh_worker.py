@@ -274,6 +274,7 @@ def check_a_loss_that_is_recomputed_is_weighed_once():
     parts = weighing.of_this_rank().parts
     assert [(part.microbatch, part.tokens) for part in parts] == [(0, 3), (0, 1)]
     assert all(part.weight_min == part.weight_max > 0 for part in parts)
+    assert weighing.weighed().tokens == 4 * dist.get_world_size()
 
 
 def check_a_call_that_is_missing_for_a_microbatch_is_refused():
