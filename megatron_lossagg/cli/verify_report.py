@@ -45,12 +45,14 @@ COLUMNS = (
     "factor",
     "gradient error",
     "loss error",
+    "weights error",
     "weight sum error",
     "",
 )
 """Of a table of cases, as ``docs/verify.md`` explains them."""
 FRAMEWORK_COLUMNS = ("check", "function", "loss error", "gradient error", "")
 """Of a table of a framework's checks."""
+_ERRORS = ("gradient", "loss", "weights", "weight_sum")
 _PRINTED = [column for column in COLUMNS if column != "weight sum error"]
 _WIDE = 200
 """Characters of a line in a file or a pipe."""
@@ -145,7 +147,7 @@ def cells(verdict: Report) -> tuple[str, ...]:
         str(verdict["loss_scaling"]),
         str(verdict["k"]),
         f"{factor:.9f}" if factor is not None else "not finite",
-        *(_error(verdict, f"{name}_error") for name in ("gradient", "loss", "weight_sum")),
+        *(_error(verdict, f"{name}_error") for name in _ERRORS),
         "PASS" if verdict["passed"] else "FAIL",
     )
 
@@ -153,7 +155,8 @@ def cells(verdict: Report) -> tuple[str, ...]:
 def _error(verdict: Report, name: str) -> str:
     """Write an error; a dash if it is not defined, as a weight sum of a reducer of one's own."""
     is_custom = verdict["formula"] == MODES[CUSTOM].formula
-    if verdict[name] is None and (verdict["passed"] or (is_custom and name == "weight_sum_error")):
+    undefined = name == "weights_error" or (is_custom and name == "weight_sum_error")
+    if verdict[name] is None and (verdict["passed"] or undefined):
         return "-"
     return error_text(verdict[name])
 

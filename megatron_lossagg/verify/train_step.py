@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -47,6 +48,8 @@ from megatron_lossagg.verify.small_gpt import (
 )
 from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences, padding_sequence
 from megatron_lossagg.verify.world import device
+from megatron_lossagg.weigh.compare import RankWeights, WeighedSequence, whole
+from megatron_lossagg.weigh.weighing import Weighing
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run"]
 
@@ -62,6 +65,8 @@ class Measured:
     """(shard, gradient), of the main loss only."""
     values: list[dict[str, float]]
     """K and the reported values of every rank of the last stage; NaN and inf are kept."""
+    weighed: list[WeighedSequence] | None
+    """Each sequence's weight, measured at y; None under the hook and forward-only."""
     fault: str
     """The first rank's error message for a mask or a loss; empty if there was none."""
 
@@ -138,17 +143,20 @@ class Run:
         self, case: Case, *, poison: bool = True, main: float = 1.0, forward_only: bool = False
     ) -> Measured:
         run = self._hooked if self.parallelism.hooked else self._looped
-        reports, k, faults = run(case, poison=poison, main=main, forward_only=forward_only)
+        ran = run(case, poison=poison, main=main, forward_only=forward_only)
+        reports, k, faults, weights = ran
         values = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             names = _REPORTED[:1] if case.is_custom else _REPORTED
             values = {**all_reported(reports, names), "k": k}
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (values, faults))
+        dist.all_gather_object(gathered, (values, faults, weights))
+        of_ranks = [weights for _, _, weights in gathered if weights is not None]
         return Measured(
             gradients=[],
-            values=[values for values, _ in gathered if values is not None],
-            fault=next((faults[0] for _, faults in gathered if faults), ""),
+            values=[values for values, _, _ in gathered if values is not None],
+            weighed=whole(of_ranks) if len(of_ranks) == len(gathered) else None,
+            fault=next((faults[0] for _, faults, _ in gathered if faults), ""),
         )
 
     def aggregator_of(self, case: Case) -> LossAggregator:
@@ -175,17 +183,21 @@ class Run:
         """Run a step in a loop of our own: an aggregator and its step."""
         faults: list[str] = []
         step = self.begin(case, forward_only=forward_only)
+        weighing = Weighing(self.chunks, num_microbatches=self.num_microbatches)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)
             output = forward(chunk, batch, self.parallelism)
 
             def loss_func(output: Tensor) -> Any:
-                y = self._losses(output, batch, poison)
+                layout = self._layout(batch.offsets)
+                lengths = batch.offsets.diff() if layout.is_gathered else layout.local_lengths
+                y = token_losses(output, batch, self.parallelism)
+                y = self._poisoned(weighing.losses(y, lengths=lengths.tolist()), batch, poison)
                 mb = step.microbatch(
                     batch.sequences,
                     batch.mask,
-                    layout=self._layout(batch.offsets),
+                    layout=layout,
                     token_weights=_weights(batch, case.aggregation),
                 )
                 try:
@@ -203,12 +215,15 @@ class Run:
 
             return output, loss_func
 
-        reports = run_schedule(forward_step, self.chunks, self.batches, forward_only=forward_only)
+        with weighing if not forward_only else nullcontext():
+            reports = run_schedule(
+                forward_step, self.chunks, self.batches, forward_only=forward_only
+            )
         try:
             step.finish()  # raises what a device found
         except (ReducerError, ContractError) as error:
             faults.append(str(error))
-        return _Ran(reports, step.k, faults)
+        return _Ran(reports, step.k, faults, None if forward_only else weighing.of_this_rank())
 
     def _hooked(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
         """Run a step as a framework does that knows nothing of this package, under the hook."""
@@ -245,10 +260,9 @@ class Run:
             )
         except (ReducerError, ContractError) as error:
             faults.append(str(error))
-        return _Ran(reports, hook.k, faults)
+        return _Ran(reports, hook.k, faults, None)
 
-    def _losses(self, output: Tensor, batch: Batch, poison: bool) -> Tensor:
-        y = token_losses(output, batch, self.parallelism)
+    def _poisoned(self, y: Tensor, batch: Batch, poison: bool) -> Tensor:
         if poison:  # the value at a masked position must not matter
             y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
         return y
@@ -329,11 +343,12 @@ def _weights(batch: Batch, aggregation: Aggregation) -> Tensor | None:
 
 
 class _Ran(NamedTuple):
-    """What a step left on this rank: Megatron's reports, K, and what was raised."""
+    """What a step left on this rank: Megatron's reports, K, what was raised, and its weights."""
 
     reports: list[dict[str, Tensor]]
     k: int
     faults: list[str]
+    weights: RankWeights | None
 
 
 class _Integration(Integration):
@@ -360,8 +375,9 @@ class _Integration(Integration):
 
     def loss(self, loss_func: Any, output: Tensor) -> FrameworkLoss:
         (batch,) = loss_func.args
+        y = token_losses(output, batch, self._run.parallelism)
         return FrameworkLoss(
-            losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
+            losses=self._run._poisoned(y, batch, self._poison) * batch.coefficient * self._main,
             mask=batch.mask,
             token_weights=_weights(batch, self._case.aggregation),
             returned=loss_func(output),

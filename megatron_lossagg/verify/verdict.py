@@ -32,6 +32,7 @@ from megatron_lossagg.verify.reference_gradient import Reference, compute, relat
 from megatron_lossagg.verify.step_data import assign_sequences
 from megatron_lossagg.verify.text import number_of
 from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run
+from megatron_lossagg.verify.weights import weights_error
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
 
 __all__ = ["Verdict", "run_job"]
@@ -57,6 +58,9 @@ class Verdict:
     loss_error: float | None
     """Relative error of the reported loss, likewise, of training and of a forward-only call; None
     if ranks have different M, because reported values assume one M."""
+    weights_error: float | None
+    """Largest relative error, over sequences, of the weights that arrived at the losses, as they
+    are weighed; None under the hook."""
     weight_sum_error: float | None
     """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``, as above; None for
     a reducer of one's own."""
@@ -73,8 +77,11 @@ class Verdict:
         """Whether gradient, reported loss and weight sum are those of the configured loss, and no
         step raised."""
         right = self.gradient_error < self.tolerance and self.loss_is_right and not self.explanation
-        return right and (
-            self.weight_sum_error is None or self.weight_sum_error < WEIGHT_SUM_TOLERANCE
+        weighed = self.weights_error is None or self.weights_error < self.tolerance
+        return (
+            right
+            and weighed
+            and (self.weight_sum_error is None or self.weight_sum_error < WEIGHT_SUM_TOLERANCE)
         )
 
     @property
@@ -203,6 +210,9 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
         k=int(measured.values[0]["k"]),
         gradient_error=gradient_error,
         loss_error=loss_error,
+        weights_error=None
+        if measured.weighed is None
+        else weights_error(measured.weighed, run.facts, wanted.slope_Y),
         weight_sum_error=weight_sum_error,
         measured_factor=factor,
         explanation=next((step.fault for step in steps if step.fault), ""),
@@ -296,4 +306,6 @@ def _measured_in_words(
         parts.append(factor_text("reported loss", loss_factor))
     if not parts and verdict.explanation:
         return "gradient and reported loss are right, and the step raised"
+    if not parts and (verdict.weights_error or 0.0) >= verdict.tolerance:
+        parts.append("the weights that arrived at the losses are not the reference's")
     return "; ".join(parts or ["the reported weight sum is not the reference's"])

@@ -16,7 +16,15 @@ import numpy as np
 
 from megatron_lossagg.reduction.modes import MODES
 
-__all__ = ["Part", "RankWeights", "Weighed", "WeighedSequence", "compare", "equal_products"]
+__all__ = [
+    "Part",
+    "RankWeights",
+    "Weighed",
+    "WeighedSequence",
+    "compare",
+    "equal_products",
+    "whole",
+]
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
@@ -116,10 +124,8 @@ class Weighed:
 def compare(ranks: Sequence[RankWeights]) -> Weighed:
     """Compare the weights of a step with every mode; ``ranks``: of the whole world."""
     counted = [rank for rank in ranks if rank.counts]
-    divides = any(rank.is_divided for rank in ranks)
-    num_tokens = sum(rank.num_tokens or 0 for rank in counted)
-    factor = 1 / num_tokens if divides and num_tokens > 0 else 1.0
-    sequences = _whole(counted, factor)
+    divides, num_tokens, factor = _division(ranks)
+    sequences = whole(ranks)
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
     weights = _weights(sequences, sizes)
     lowest_S = np.array([sequence.weight_min for sequence in sequences])
@@ -174,10 +180,18 @@ def equal_products(
     return sorted(found + inverse, key=len)
 
 
-def _whole(ranks: Sequence[RankWeights], factor: float) -> list[WeighedSequence]:
-    """Put the parts of sequences together over context-parallel ranks."""
+def _division(ranks: Sequence[RankWeights]) -> tuple[bool, int, float]:
+    """Return whether finalize divides, the sum of num_tokens, and what it multiplies by."""
+    divides = any(rank.is_divided for rank in ranks)
+    num_tokens = sum(rank.num_tokens or 0 for rank in ranks if rank.counts)
+    return divides, num_tokens, 1 / num_tokens if divides and num_tokens > 0 else 1.0
+
+
+def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
+    """Put the parts of sequences together over context-parallel ranks; ``ranks``: of the world."""
+    _, _, factor = _division(ranks)
     parts: dict[tuple[int, int, int], list[Part]] = {}
-    for rank in ranks:
+    for rank in (rank for rank in ranks if rank.counts):
         for part in rank.parts:
             key = (rank.dp_rank, part.microbatch, part.sequence)
             parts.setdefault(key, []).append(part)

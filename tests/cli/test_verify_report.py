@@ -29,6 +29,7 @@ def verdict(**changes):
         "k": 12,
         "gradient_error": 1.25e-15,
         "loss_error": 0.0,
+        "weights_error": 2e-16,
         "weight_sum_error": 5.6e-08,
         "measured_factor": 0.9999999999999998,
         "tolerance": 1e-12,
@@ -98,7 +99,7 @@ def read(report):
 
 
 def test_every_verdict_has_a_line_with_its_numbers_which_do_not_wrap():
-    numbers = ["12", "1.000000000", "1.2e\u201115", "0", "5.6e\u201108"]
+    numbers = ["12", "1.000000000", "1.2e\u201115", "0", "2.0e\u201116", "5.6e\u201108"]
     assert read(report()).lines[len(LAYOUTS) : -6] == [
         ["PASS", wanted["case"], wanted["loss_scaling"], *numbers]
         for wanted in report()["verdicts"]
@@ -108,9 +109,17 @@ def test_every_verdict_has_a_line_with_its_numbers_which_do_not_wrap():
 def test_an_error_that_is_not_defined_is_a_dash_and_not_called_infinite():
     uneven = verdict(loss_error=None, weight_sum_error=None)  # ranks of different M
     own = {"formula": MODES["custom"].formula, "weight_sum_error": None}
-    found = read(report([uneven, verdict(**own), failed(**own), failed(loss_error=None)]))
-    ends = [line[-2:] for line in found.lines[len(LAYOUTS) : -6]]
-    assert ends == [["-", "-"], ["0", "-"], ["0", "-"], ["not finite", "5.6e\u201108"]]
+    hooked = verdict(weights_error=None)
+    cases = [uneven, verdict(**own), failed(**own), failed(loss_error=None), hooked]
+    ends = [line[-3:] for line in read(report(cases)).lines[len(LAYOUTS) : -6]]
+    weights, sums = "2.0e\u201116", "5.6e\u201108"
+    assert ends == [
+        ["-", weights, "-"],
+        ["0", weights, "-"],
+        ["0", weights, "-"],
+        ["not finite", weights, sums],
+        ["0", "-", sums],
+    ]
 
 
 def check(**changes):

@@ -1,0 +1,36 @@
+"""The weights that arrived at the losses of a step, as they were weighed, against d loss / d y."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_lossagg.verify.causes import Facts
+from megatron_lossagg.verify.reference_gradient import relative
+from megatron_lossagg.weigh.compare import WeighedSequence
+
+__all__ = ["weights_error"]
+
+
+def weights_error(weighed: Sequence[WeighedSequence], facts: Facts, slope_Y: Tensor) -> float:
+    """Return the largest relative error of a sequence's sum of weights.
+
+    ``slope_Y``: d loss / d y by the reference. An error is relative to the sequence's sum or, if
+    that is small, to a thousandth of the largest one.
+    """
+    starts, assignment = facts.reference.starts, facts.assignment
+    found = {(one.dp_rank, one.microbatch, one.sequence): one.weight_sum for one in weighed}
+    wanted: dict[tuple[int, int, int], float] = {}
+    places: Counter[tuple[int, int]] = Counter()
+    for index, key in enumerate(assignment.keys):  # in their microbatch as in the step
+        wanted[key[0], key[1], places[key]] = float(
+            slope_Y[starts[index] : starts[index + 1]].sum()
+        )
+        places[key] += 1
+    floor = 1e-3 * max(map(abs, wanted.values()), default=0.0)
+    return max(
+        relative(found.get(place, 0.0), wanted.get(place, 0.0), floor)
+        for place in wanted.keys() | found.keys()
+    )
