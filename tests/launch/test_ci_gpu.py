@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import TESTS, early, new_folder
 
-from benchmarks import gpu, gpu_result
+from benchmarks import gpu, gpu_parts, gpu_result
 
 ROOT = TESTS.parent
 CUDA = torch.cuda.is_available()  # now: another test of this process may put stand-ins in place
@@ -70,12 +70,16 @@ def test_its_cpu_form_verifies_on_gloo_and_says_that_no_gpu_took_part(cpu_form):
     result = json.loads((folder / "gpu.json").read_text())
     assert result["on_cpu"]
     verdicts = {name: part["verdict"] for name, part in result["parts"].items()}
-    assert verdicts == {"tests": "not run", "verify": "passed", "rows": "not run"}
-    (layout,) = result["parts"]["verify"]["layouts"]
-    assert re.fullmatch(r"CP 2, M 3: (\d+) of \1 cases", layout["summary"])
-    report = json.loads((folder / layout["files"][0]).read_text())
+    passed = ("verify TP 2", "packed")
+    assert verdicts == {name: "passed" if name in passed else "not run" for name in gpu.PARTS}
+    reasons = {name: part["reason"] for name, part in result["parts"].items()}
+    assert re.match(r"TP 2, M 3, sequence parallel: (\d+) of \1 cases", reasons["verify TP 2"])
+    assert "MEGATRON_LM names no checkout" in reasons["megatron_lm"]
+    report = json.loads((folder / result["parts"]["verify TP 2"]["files"][0]).read_text())
     assert report["passed"]
-    assert report["num_ranks"] == gpu.CPU_RANKS
+    packed = result["parts"]["packed"]["apart"]
+    assert packed["mode"] < packed["stock"]
+    assert packed["by hand"] < packed["rounding"]
     machine = result["machine"]
     assert machine["torch"] == torch.__version__
     assert {"devices", "driver", "CUDA of torch", "NCCL", "megatron-core"} <= machine.keys()
@@ -97,30 +101,35 @@ PARTITION = f'<testcase name="{NAME}[2]">'
 @pytest.mark.parametrize(
     ("case", "passed", "verdict", "partition"),
     [
-        (f"{PARTITION}</testcase>", True, gpu.PASSED, "equal to Layout.thd_zigzag"),
+        (f"{PARTITION}</testcase>", True, gpu_parts.PASSED, "equal to Layout.thd_zigzag"),
         (
             f'{PARTITION}<failure message="differ"/></testcase>',
             False,
-            gpu.FAILED,
+            gpu_parts.FAILED,
             "differs from Layout.thd_zigzag",
         ),
         (
             f'{PARTITION}<skipped message="no CUDA kernel"/></testcase>',
             True,
-            gpu.NOT_RUN,
+            gpu_parts.NOT_RUN,
             "not compared: no CUDA kernel",
         ),
-        ('<testcase name="test_other"/>', True, gpu.PASSED, "not compared: the test was not found"),
+        (
+            '<testcase name="test_other"/>',
+            True,
+            gpu_parts.PASSED,
+            "not compared: the test was not found",
+        ),
     ],
 )
 def test_the_partition_is_judged_by_its_own_tests(tmp_path, case, passed, verdict, partition):
     assert f"def {NAME}(" in (TESTS / "megatron" / "test_cp_variants.py").read_text()
-    found = gpu.tests_of(junit_of(tmp_path, case), passed=passed)
+    found = gpu_parts.tests_of(junit_of(tmp_path, case), passed=passed)
     assert (found["verdict"], found["partition"]) == (verdict, partition)
 
 
 def test_pytest_without_results_is_a_failure(tmp_path):
-    assert gpu.tests_of(tmp_path / "none.xml", passed=True)["verdict"] == gpu.FAILED
+    assert gpu_parts.tests_of(tmp_path / "none.xml", passed=True)["verdict"] == gpu_parts.FAILED
 
 
 @pytest.mark.parametrize(
@@ -135,15 +144,55 @@ def test_pytest_without_results_is_a_failure(tmp_path):
     ],
 )
 def test_on_a_gpu_a_part_that_did_not_run_is_not_a_pass(verdicts, on_cpu, expected):
-    parts = {str(number): gpu.part(verdict) for number, verdict in enumerate(verdicts)}
+    parts = {str(number): gpu_parts.part(verdict) for number, verdict in enumerate(verdicts)}
     assert gpu.overall(parts, on_cpu=on_cpu) == expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16])
-def test_the_layouts_to_verify_split_every_gpu_of_the_node(ranks):
-    for sizes in gpu.layouts_of(ranks):
-        others = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
-        assert ranks % others == 0
+def gradients(mode_cp2=1.0, stock_cp2=1.3, rounded=1.01, mode=1.0):
+    """Return what ``gpu_packed`` writes at CP 1 and CP 2, of one parameter."""
+
+    def of(**values):
+        return {
+            "gradients": {name: torch.tensor([value]) for name, value in values.items()},
+            "costs": {"stock": {"loss_func_ms": 0.2}, "sample_mean": {"loss_func_ms": 2.0}},
+            "attention": "an attention",
+        }
+
+    hand = {"hand": 1.0, "rounded": rounded}
+    two = of(**hand, sample_mean=mode_cp2, stock=stock_cp2)
+    return {1: of(**hand, sample_mean=mode, stock=1.0), 2: two}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "passed"),
+        ({"mode_cp2": 1.5, "mode": 1.5}, "FAILED"),  # not the loss by hand
+        ({"mode_cp2": 1.04}, "FAILED"),
+        ({"stock_cp2": 1.0}, "FAILED"),  # then the comparison would see nothing
+        ({"rounded": 1.2}, "FAILED"),
+    ],
+)
+def test_packed_gradients_agree_under_the_mode_within_the_measured_rounding(changes, verdict):
+    found = gpu_parts.judged(gradients(**changes))
+    assert found["verdict"] == verdict
+    assert "bf16 rounds by" in found["reason"]
+
+
+@pytest.mark.launches
+def test_a_part_that_passes_its_limit_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_parts.LIMITS, "rows", 3)
+    code = "import subprocess, time; subprocess.Popen(['sleep', '1234.5']); time.sleep(99)"
+    ended = gpu_parts.logged(["-c", code], tmp_path / "rows.txt", "rows")
+    assert ended == "no result in 3 s: rows.txt"
+    left = subprocess.run(["pgrep", "-f", "sleep 1234.5"], capture_output=True, text=True)
+    assert not left.stdout
+
+
+@pytest.mark.launches
+def test_a_command_that_fails_says_its_status_and_its_log(tmp_path):
+    ended = gpu_parts.logged(["-c", "raise SystemExit(3)"], tmp_path / "rows.txt", "rows")
+    assert ended == "exit status 3: rows.txt"
 
 
 def test_the_summary_states_device_driver_and_versions_and_every_number():
@@ -151,9 +200,9 @@ def test_the_summary_states_device_driver_and_versions_and_every_number():
         {"test": "test_a", "outcome": "skipped", "reason": "no <kernel>\nhere"},
         {"test": "test_b", "outcome": "passed", "reason": ""},
     ]
-    tests = gpu.part("passed", "1 passed") | {"cases": cases, "partition": "equal to ours"}
-    rows = gpu.part("passed") | {"copy_bytes_per_second": 4e12, "rows": [ROW]}
-    verify = gpu.part("passed", "DP 8: 22 of 22 cases") | {"ranks": 8, "layouts": []}
+    tests = gpu_parts.part("passed", "1 passed") | {"cases": cases, "partition": "equal to ours"}
+    rows = gpu_parts.part("passed") | {"copy_bytes_per_second": 4e12, "rows": [ROW]}
+    verify = gpu_parts.part("passed", "DP 8: 22 of 22 cases") | {"ranks": 8, "layouts": []}
     result = {
         "verdict": "passed",
         "on_cpu": False,
