@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +21,8 @@ def text(step: Weighed, *, number: int | None = None) -> str:
         f"{name}: {step.tokens} tokens in {len(step.sequences)} sequences"
         + (f", {sizes}" if sizes else ""),
         f"sum of all weights: {step.weight_sum:.8g}",
-        f"verdict: {step.verdict}",
-        *[f"cause: {cause}" for cause in step.causes],
+        _wrapped("verdict: ", step.verdict),
+        *[_wrapped("cause: ", cause) for cause in step.causes],
         "",
         "weight of a token, relative to  smallest   largest",
     ]
@@ -56,3 +57,7 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "modes": {name: {"min": low, "max": high} for name, (low, high) in step.modes.items()},
         "sequences": [{"step": number, **asdict(sequence)} for sequence in step.sequences],
     }
+
+
+def _wrapped(name: str, words: str) -> str:
+    return textwrap.fill(name + words, 80, subsequent_indent=" " * len(name))

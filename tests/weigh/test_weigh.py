@@ -82,6 +82,9 @@ def test_microbatches_without_a_token_are_means_too():
     step = compare([replace(one, sizes={**one.sizes, "M": 4})])
     assert step.weight_sum == pytest.approx(0.5)
     assert step.causes == ("a mean of one token mean per microbatch; 2 of 4 have no token",)
+    words = "a mean of one token mean per microbatch and context-parallel rank; 13 of 132 have none"
+    lines = text(replace(step, causes=(words,)), number=12).splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_negative_weights_train_no_mode():
