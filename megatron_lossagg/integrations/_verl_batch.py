@@ -11,6 +11,7 @@ Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from numbers import Real
@@ -24,7 +25,7 @@ from megatron_lossagg.errors import PlanError, message_of
 from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.faults import first_time, warn_once
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
@@ -35,6 +36,8 @@ COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_me
 """Modes that can leave empty samples out."""
 LOSS_WEIGHT = "loss_weight"
 """The column with a weight of each sequence."""
+IS_PADDING = "is_padding"
+"""The column that says which sequences are padding, for a loop that pads by itself."""
 _PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """The uid of the sequences that verl adds to make a batch divisible, all of them fully masked."""
 
@@ -59,8 +62,16 @@ def _samples(data: Any) -> list[str] | None:
     return sessions and [repr(pair) for pair in zip(_uids(data), sessions, strict=True)]
 
 
-def _is_padding(uid: str) -> bool:
-    return _PADDING_UID.fullmatch(uid) is not None
+def _paddings(data: Any) -> list[bool]:
+    """Tell which sequences are padding: by verl's uid for it, or a column ``is_padding``.
+
+    verl's own ``is_padding`` is a tag of its data store, which the engine does not see.
+    """
+    named = [_PADDING_UID.fullmatch(uid) is not None for uid in _uids(data)]
+    if IS_PADDING not in data.keys():  # noqa: SIM118
+        return named
+    column = [bool(one) for one in data[IS_PADDING]]
+    return [by_name or by_column for by_name, by_column in zip(named, column, strict=True)]
 
 
 def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
@@ -68,15 +79,17 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
 
     No host sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
     """
-    mask, uids = data["loss_mask"], _uids(data)
+    mask = data["loss_mask"]
     sums = [sequence.bool().sum() for sequence in mask.unbind()]
     n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
-    is_sequence_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
+    paddings = _paddings(data)
+    is_sequence_b = ~torch.tensor(paddings, dtype=torch.bool)
     columns, fault = _columns(aggregation, data)
     given: dict[str, Any] = {
-        name: [one for one, uid in zip(column, uids, strict=True) if not _is_padding(uid)]
+        name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
         for name, column in columns.items()
     }
+    _say_empty(aggregation, int((n_b[is_sequence_b] == 0).sum()), len(paddings))
     plan = plan_step(
         aggregation,
         Sequences(active_tokens=n_b[is_sequence_b], **given),
@@ -86,6 +99,21 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
         options=Options(rejects_tokens=True),
     )
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
+
+
+def _say_empty(aggregation: Aggregation, num_empty: int, num_sequences: int) -> None:
+    """Log once that sequences without a trained token are counted, and how many."""
+    counts = aggregation.mode in COUNT_SAMPLES and aggregation.count_empty
+    if counts and num_empty and first_time("empty sequences of verl"):
+        logging.getLogger(__name__).warning(
+            "%d of the %d sequences of this rank's batch are fully masked, and %s counts them: if "
+            "they are padding, give the batch a column is_padding; to leave them out, choose "
+            "loss_mode=lossagg_%s_no_count_empty",
+            num_empty,
+            num_sequences,
+            aggregation.mode,
+            aggregation.mode,
+        )
 
 
 def _columns(aggregation: Aggregation, data: Any) -> tuple[dict[str, list[Any]], str]:
@@ -183,7 +211,7 @@ def check_same_batch(aggregation: Aggregation, data: Any) -> None:
     from megatron.core import parallel_state
 
     masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
-    ids = [_uids(data), _columns(aggregation, data), [len(mask) for mask in masks]]
+    ids = [_uids(data), _paddings(data), _columns(aggregation, data), [*map(len, masks)]]
     hashed = hashlib.sha256(repr(ids).encode())
     for mask in masks:
         hashed.update(mask.tobytes())
@@ -219,7 +247,8 @@ def warn_of_split(data: Any, plan: StepPlan, tokens_of: dict[str, int]) -> None:
         kind, ids, tokens_S = "group", _groups(data), tokens_A[totals.table.own]
     if ids is None or tokens_S is None:
         return
-    trained = [one for one, uid in zip(ids, _uids(data), strict=True) if not _is_padding(uid)]
+    of_batch = zip(ids, _paddings(data), strict=True)
+    trained = [one for one, is_padding in of_batch if not is_padding]
     for one, tokens in zip(trained, tokens_S.tolist(), strict=True):
         if tokens_of.setdefault(one, tokens) != tokens:
             warn_once(

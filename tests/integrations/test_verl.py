@@ -111,6 +111,30 @@ def test_padding_sequences_of_verl_are_in_no_count():
     assert plan.totals.samples == 3
 
 
+def test_a_loop_that_pads_by_itself_says_it_by_a_column(caplog):
+    mask = torch.zeros(3, 20, dtype=torch.int64)
+    mask[0, :10] = mask[1] = 1
+    uids = ["a", "b", "pad_0"]
+    plan, sequences = planned("lossagg_sample_mean", mask, uids, is_padding=[False, False, True])
+    assert sequences.tolist() == [0, 1, -1]
+    assert plan.weights.tolist() == [1 / 20, 1 / 40]
+    assert not caplog.records
+
+
+def test_a_fully_masked_sequence_that_is_no_padding_is_counted_and_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(faults, "_warned", set())
+    mask = torch.zeros(3, 20, dtype=torch.int64)
+    mask[0, :10] = mask[1] = 1
+    for _ in range(2):
+        plan, sequences = planned("lossagg_sample_mean", mask, ["a", "b", "pad_0"])
+        assert sequences.tolist() == [0, 1, 2]
+        assert plan.totals.samples == 3
+    (record,) = caplog.records
+    assert "1 of the 3 sequences of this rank's batch are fully masked" in record.getMessage()
+    planned("lossagg_sample_mean_no_count_empty", mask, ["a", "b", "pad_0"])
+    assert len(caplog.records) == 1
+
+
 ROWS = torch.zeros(4, 30, dtype=torch.int64)
 ROWS[:3, :10] = ROWS[3] = 1
 
