@@ -23,6 +23,15 @@ _NO_MODE = {
     "says",
     "gspo": "is a policy loss and no aggregation. Its paper takes the mean over responses, "
     "sample_mean",
+    "cispo": "is a policy loss and no aggregation. Its paper's formula takes the mean over the "
+    "tokens of each prompt's group, prompt_mean; TRL and ms-swift over all tokens of the step, "
+    "token_mean",
+    "gmpo": "is a policy loss and no aggregation: one loss per response. Its paper takes the mean "
+    "over responses, sample_mean",
+    "sapo": "is a policy loss and no aggregation. Its paper takes the mean over responses of each "
+    "one's token mean, sample_mean, and so do TRL and ms-swift",
+    "vespo": "is a policy loss and no aggregation. TRL takes the mean over all tokens of the step, "
+    "token_mean",
 }
 """Names, without punctuation, that have no single mode."""
 
@@ -120,23 +129,39 @@ def alias_of(name: object) -> Alias:
 
 
 def unknown_name(what: str, name: str) -> AggregationError:
-    """Make the error of a name that means no mode, with the names that are near."""
+    """Make the error of a name that means no mode, with the names that are near.
+
+    No loss of one system is suggested for a name of another: equal names have other formulas.
+    """
     if _letters(name) in _NO_MODE:
         return AggregationError(f"{name!r} {_NO_MODE[_letters(name)]}. Name the mode")
+    system, colon, _ = name.lower().partition(":")
+    if colon and system not in _systems():
+        return AggregationError(
+            f"unknown system in {name!r}, expected one of {', '.join(_systems())}: look up its "
+            f"formula in its code, and name the mode. {_known_names()}"
+        )
     return AggregationError(f"unknown {what} {name!r}{_nearest(name)} {_known_names()}")
 
 
+def _systems() -> list[str]:
+    return sorted({name.partition(":")[0] for name in ALIASES if ":" in name})
+
+
 def _nearest(name: str) -> str:
-    """Suggest names: the mode of a paper, the names of a system, close spellings."""
-    known = [*MODES, *ALIASES]
+    """Suggest names: other spellings, the systems that have it, close spellings of its own kind."""
+    system, colon, _ = name.lower().partition(":")
     letters = _letters(name)
-    names = [other for other in known if _letters(other) == letters]
+    names = [other for other in [*MODES, *ALIASES] if _letters(other) == letters]
+    if not names and not colon:
+        names = [other for other in ALIASES if _letters(other.partition(":")[2]) == letters]
     if not names and letters in _COMMON:
         names = [_COMMON[letters]]
-    if not names and ":" in name:
-        names = [other for other in ALIASES if other.startswith(name.lower().split(":")[0] + ":")]
+    if not names and colon:
+        names = [other for other in ALIASES if other.startswith(f"{system}:")]
     if not names:
-        names = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+        papers = [other for other in ALIASES if ":" not in other]
+        names = difflib.get_close_matches(name.lower(), [*MODES, *papers], n=3, cutoff=0.5)
     return f": did you mean {' or '.join(map(repr, names))}?" if names else "."
 
 

@@ -253,6 +253,22 @@ def test_a_name_of_two_losses_is_refused_with_both(name):
     assert Aggregation("trl:dapo") == Aggregation("token_mean")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["torchrl:prompt_mean", "tunix:sequence-mean-token-sum-norm", "tunix:sequence-mean-token-mean"],
+)
+def test_no_loss_of_another_system_is_suggested_for_a_name_of_an_unknown_one(name):
+    with pytest.raises(AggregationError, match="unknown system in") as caught:
+        Aggregation(name)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cispo", "SAPO", "vespo", "gmpo", "gspo"])
+def test_a_policy_loss_is_said_to_be_none_of_the_modes(name):
+    with pytest.raises(AggregationError, match="is a policy loss and no aggregation"):
+        Aggregation(name)
+
+
 def test_a_papers_name_takes_its_number_after_a_colon():
     assert parsed_aggregation("dr_grpo:4096") == Aggregation("constant", divisor=4096)
     assert parsed_aggregation("scalerl") == Aggregation("prompt_mean")
@@ -263,7 +279,8 @@ def test_a_papers_name_takes_its_number_after_a_colon():
     [
         ("Dr. GRPO", ["dr_grpo", "drgrpo"]),
         ("GRPO", ["grpo"]),
-        ("seq-mean-token-sum", ["sample_sum"]),
+        ("seq-mean-token-sum", ["roll:seq-mean-token-sum", "verl:seq-mean-token-sum"]),
+        ("seq-mean-token-mean", ["roll:seq-mean-token-mean", "verl:seq-mean-token-mean"]),
         ("verl:token_mean", ["verl:token-mean"]),
         ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
     ],
