@@ -17,12 +17,14 @@ from typing import Any
 
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli.extras import needed
-from megatron_lossagg.cli.files import write_whole
+from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.weigh.compare import COMPARED, Weighed
 
 __all__ = ["add_arguments", "run"]
+
+_PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +49,14 @@ def run(args: argparse.Namespace) -> int:
         raise LossAggregationError(
             f"got --at {args.at} --steps {args.steps}, expected a step from 1 on, and at least one"
         )
+    if os.environ.get("RANK", "0") == "0":  # which writes them
+        check_outputs({"--json": args.json, "--picture": args.picture})
     if args.picture is not None:  # refused before a model is built
         needed("matplotlib.figure", by="--picture", extra="plot")
+        if args.picture.suffix not in _PICTURES:
+            raise LossAggregationError(
+                f"got --picture {args.picture}, expected a file that ends in one of {_PICTURES}"
+            )
     weighing: list[Any] = []
 
     def install() -> None:
@@ -71,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             "the script ended without a training step of megatron.training: nothing was weighed"
         )
-    if args.expect is not None and steps[-1].trains != args.expect:
+    if args.expect is not None and args.expect not in steps[-1].fits:
         if os.environ.get("RANK", "0") == "0":
             say(f"expected {args.expect}, and the run trains {steps[-1].trains or 'no mode'}")
         return 1
@@ -96,7 +104,7 @@ def _printed(args: argparse.Namespace) -> Any:
             }
             write_whole("--json", args.json, json.dumps(merged, indent=1) + "\n")
         if args.picture is not None:
-            kind = args.picture.suffix[1:] or "svg"
+            kind = args.picture.suffix[1:]
             write_whole("--picture", args.picture, drawn(step, kind, number=number))
 
     return report

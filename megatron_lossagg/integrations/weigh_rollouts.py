@@ -83,10 +83,11 @@ class TermsWeighing(ScriptWeighing):
         super().__init__(at, steps, stop=False, report=report)
         self._listening: Weighing | None = None
 
-    def hear(self, losses: Tensor, mask: Tensor, lengths: Sequence[int], term: str) -> None:
+    def hear(self, losses: Tensor, mask: Tensor, lengths: Sequence[int], term: str) -> Tensor:
         """Hear a term's losses of this rank's response tokens, if a step is weighed."""
         if self._listening is not None and torch.is_grad_enabled():
-            self._listening.losses(losses, mask, lengths=lengths, term=term)
+            return self._listening.losses(losses, mask, lengths=lengths, term=term)
+        return losses
 
     def _listen(
         self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
@@ -155,7 +156,7 @@ def _heard_maker(weighing: TermsWeighing, make: Callable[..., Any]) -> Callable[
         @functools.wraps(reduce)
         def heard(x: Tensor) -> Any:
             mask, lengths = _slice(given)
-            weighing.hear(x, moved(mask, x.device), lengths, _term(sys._getframe(1)))
+            x = weighing.hear(x, moved(mask, x.device), lengths, _term(sys._getframe(1)))
             return reduce(x)
 
         return heard

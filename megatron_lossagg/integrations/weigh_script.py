@@ -119,7 +119,7 @@ class _Listening:
         output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
         # Of an interleaved pipeline only the last chunk of the last stage has losses.
         if self._has_losses and unwrapped(model) is self._model:
-            self._weighing.losses(output, cu_seqlens=self._offsets)
+            output = self._weighing.losses(output, cu_seqlens=self._offsets)
         return output, loss_func
 
 

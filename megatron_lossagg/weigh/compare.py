@@ -5,6 +5,7 @@ NumPy only; knows neither tensors nor groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -29,7 +30,7 @@ __all__ = [
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
 TOLERANCE = 1e-4
-"""Relative: weights are float32 in most runs, times a few roundings of the script's own."""
+"""Relative, of float32 losses: a few roundings of the script's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,15 @@ class RankWeights:
     cp_rank: int
     sizes: Mapping[str, int]
     parts: Sequence[Part]
-    num_tokens: int | None
+    num_tokens: float | None
     """What this rank passed to Megatron's finalize function."""
     is_divided: bool
     """Whether finalize divides by the sum of num_tokens."""
     is_finalized: bool
     counts: bool
     """Whether this rank's tokens count: last pipeline stage, first tensor-parallel rank."""
+    tolerance: float
+    """Relative: how far apart weights may be that are one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,11 @@ class Weighed:
     modes: Mapping[str, tuple[float, float]]
     """Smallest and largest a_t / w_s of each mode."""
     trains: str | None
-    """The mode that is trained, if a_t / w_s is 1."""
+    """The mode that is trained, if a_t / w_s is 1; the first of ``fits``."""
+    fits: Sequence[str]
+    """All modes of which a_t / w_s is 1: in a step of equally long sequences, several."""
+    is_finalized: bool
+    """Whether Megatron finalized the step; if not, ``fits`` is empty."""
     nearest: str
     """The mode whose ratios are closest to one another."""
     factor: float | None
@@ -108,8 +115,11 @@ class Weighed:
         """Say in a line what is trained."""
         if not self.sequences:
             return "trains nothing: no token has a weight"
+        if not self.is_finalized:
+            return "not known, for the step was not finalized"
         if self.trains is not None:
-            return f"trains {self.trains}"
+            others = f", and so {' and '.join(self.fits[1:])}: this step cannot tell them apart"
+            return f"trains {self.trains}{others * (len(self.fits) > 1)}"
         if self.factor is not None:
             return f"trains {self.factor:.6g} times {self.nearest}"
         low, high = self.modes[self.nearest]
@@ -127,6 +137,8 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
     divides, num_tokens, factor = _division(ranks)
     sequences = whole(ranks)
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
+    tolerance = max(rank.tolerance for rank in counted)
+    is_finalized = any(rank.is_finalized for rank in ranks)
     weights = _weights(sequences, sizes)
     lowest_S = np.array([sequence.weight_min for sequence in sequences])
     highest_S = np.array([sequence.weight_max for sequence in sequences])
@@ -135,26 +147,31 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
         for name, weight_S in weights.items()
         if len(sequences)
     }
-    found = {name: _constant(low, high) for name, (low, high) in modes.items()}
-    trains = next((name for name, is_at in found.items() if is_at and _is(is_at, 1)), None)
+    found = {name: _constant(low, high, tolerance) for name, (low, high) in modes.items()}
+    fits = [name for name, at in found.items() if at and is_finalized and _is(at, 1, tolerance)]
+    trains = fits[0] if fits else None
     nearest = trains or min(modes, key=lambda name: _spread(*modes[name]), default="token_mean")
     relative = [
         sequence.weight_sum / sequence.tokens / weight
         for sequence, weight in zip(sequences, weights.get(nearest, ()), strict=True)
     ]
-    inside = float((highest_S / np.where(lowest_S == 0, np.nan, lowest_S)).max(initial=1.0))
+    inside = max(map(_spread, lowest_S.tolist(), highest_S.tolist()), default=1.0)
     step = Weighed(
         sizes=sizes,
         sequences=sequences,
         weight_sum=sum(sequence.weight_sum for sequence in sequences),
         modes=modes,
         trains=trains,
+        fits=fits,
+        is_finalized=is_finalized,
         nearest=nearest,
         factor=found.get(nearest),
         relative=relative,
         inside=inside,
     )
-    causes = _causes(step, counted, factor, ranks, divides=divides, num_tokens=num_tokens)
+    causes = _causes(
+        step, counted, factor, tolerance=tolerance, divides=divides, num_tokens=num_tokens
+    )
     return Weighed(**{**vars(step), "causes": tuple(causes)})
 
 
@@ -180,7 +197,7 @@ def equal_products(
     return sorted(found + inverse, key=len)
 
 
-def _division(ranks: Sequence[RankWeights]) -> tuple[bool, int, float]:
+def _division(ranks: Sequence[RankWeights]) -> tuple[bool, float, float]:
     """Return whether finalize divides, the sum of num_tokens, and what it multiplies by."""
     divides = any(rank.is_divided for rank in ranks)
     num_tokens = sum(rank.num_tokens or 0 for rank in ranks if rank.counts)
@@ -239,26 +256,31 @@ def _causes(
     step: Weighed,
     ranks: Sequence[RankWeights],
     factor: float,
-    every: Sequence[RankWeights],
     *,
+    tolerance: float,
     divides: bool,
-    num_tokens: int,
+    num_tokens: float,
 ) -> list[str]:
-    if not any(rank.is_finalized for rank in every):
-        return ["not finalized: Megatron's finalize function was not called in this step"]
+    if not step.is_finalized:
+        return ["not finalized: config.finalize_model_grads_func was not called while it ran"]
+    if not step.sequences:
+        return []
+    if not math.isfinite(step.weight_sum):
+        wrong = [s for s in step.sequences if not math.isfinite(s.weight_sum)]
+        return [f"weights of {len(wrong)} sequences are not finite: 0 / 0 in the script's loss?"]
     if divides and num_tokens <= 0:
         return ["num_tokens is 0: finalize divides by nothing"]
     if step.trains not in (None, "microbatch_token_mean"):
         return []
     if step.factor is not None and step.trains is None:
         others = {"N": step.tokens, "B": len(step.sequences)}
-        names = equal_products(step.factor, step.sizes, others, tolerance=TOLERANCE)
+        names = equal_products(step.factor, step.sizes, others, tolerance=tolerance)
         equal = f" = {' = '.join(names)}" if names else ""
         return [f"a constant factor on {step.nearest}: {step.factor:.6g}{equal}"]
     m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
     for name, is_whole in (("microbatch", True), ("microbatch and context-parallel rank", False)):
         num_means = m * dp * (1 if is_whole else cp)
-        found = _means(ranks, factor, num_means, is_whole=is_whole)
+        found = _means(ranks, factor, num_means, tolerance=tolerance, is_whole=is_whole)
         if found is not None:
             empty = f"; {num_means - found} of {num_means} have no token" * (found < num_means)
             return [f"a mean of one token mean per {name}{empty}"]
@@ -266,7 +288,12 @@ def _causes(
 
 
 def _means(
-    ranks: Sequence[RankWeights], factor: float, num_means: int, *, is_whole: bool
+    ranks: Sequence[RankWeights],
+    factor: float,
+    num_means: int,
+    *,
+    tolerance: float,
+    is_whole: bool,
 ) -> int | None:
     """Return how many means have tokens if each token weighs 1 / (``num_means``, tokens of its
     mean), else None.
@@ -279,21 +306,27 @@ def _means(
             tokens[key] = tokens.get(key, 0) + part.tokens
             bounds.setdefault(key, []).extend([part.weight_min, part.weight_max])
     is_mean = all(
-        _is(factor * weight * tokens[key] * num_means, 1)
+        _is(factor * weight * tokens[key] * num_means, 1, tolerance)
         for key, weights in bounds.items()
         for weight in (min(weights), max(weights))
     )
     return len(tokens) if is_mean else None
 
 
-def _constant(low: float, high: float) -> float | None:
+def _constant(low: float, high: float, tolerance: float) -> float | None:
     middle = (low + high) / 2
-    return middle if middle and abs(high - low) <= TOLERANCE * abs(middle) else None
+    return middle if middle and abs(high - low) <= tolerance * abs(middle) else None
 
 
-def _is(value: float, wanted: float) -> bool:
-    return abs(value / wanted - 1) <= TOLERANCE
+def _is(value: float, wanted: float, tolerance: float) -> bool:
+    return abs(value / wanted - 1) <= tolerance
 
 
 def _spread(low: float, high: float) -> float:
-    return high / low if low > 0 else float("inf")
+    """Return the larger weight over the smaller, by size; infinite if one is 0 or they differ in
+    sign.
+    """
+    small, large = sorted((abs(low), abs(high)))
+    if not math.isfinite(low + high) or low * high <= 0:
+        return math.inf if low != high or low else 1.0
+    return large / small

@@ -52,7 +52,7 @@ class Run(Protocol):
     def end(self) -> None:
         """Watch no longer."""
 
-    def factor(self, device: torch.device) -> float:
+    def factor(self) -> float:
         """Return f on this rank but for ``/ num_tokens``; waits for the device."""
 
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
@@ -85,6 +85,7 @@ class MegatronRun:
             counts=groups.is_last_stage and dist.get_rank(groups.tp_group) == 0,
         )
         self._hook: FinalizeHook | None = None
+        self._scale: Tensor | None = None
 
     def begin(self, on_finalize: Callable[[Tensor | None], None]) -> None:
         """Watch the config's finalize function; without one, nobody finalizes."""
@@ -93,19 +94,27 @@ class MegatronRun:
             self._hook = FinalizeHook(config, on_finalize)
 
     def end(self) -> None:
-        """Put the config's own function back."""
+        """Put the config's own function back, and keep the loss scale, which a step may change."""
         if self._hook is not None:
             self._hook.end()
-
-    def factor(self, device: torch.device) -> float:
-        """Multiply the buffers' own factor, the collective's mean and one over the loss scale."""
         chunk = self.chunks[-1]
-        buffers = [*chunk.buffers] or [*chunk.expert_parallel_buffers]
-        factor = float(buffers[0].gradient_scaling_factor) if buffers else 1.0
-        if getattr(chunk.ddp_config, "average_in_collective", False):
-            factor /= self.groups.dp_cp_size
-        scale = chunk.config.grad_scale_func
-        return factor if scale is None else factor / float(scale(torch.ones((), device=device)))
+        if chunk.config.grad_scale_func is not None:
+            device = next((parameter.device for parameter in chunk.parameters()), None)
+            self._scale = chunk.config.grad_scale_func(torch.ones((), device=device))
+
+    def factor(self) -> float:
+        """Multiply the dense buffers' own factor, the collective's mean and 1 / loss scale.
+
+        Without dense buffers on this rank: what Megatron would give them.
+        """
+        chunk, size = self.chunks[-1], self.groups.dp_cp_size
+        buffers = [buffer for each in self.chunks for buffer in each.buffers]
+        factor = 1.0 if chunk.config.calculate_per_token_loss else 1 / size
+        if buffers:
+            factor = float(buffers[0].gradient_scaling_factor)
+            if getattr(chunk.ddp_config, "average_in_collective", False):
+                factor /= size
+        return factor if self._scale is None else factor / float(self._scale)
 
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
         """Return the layout of packed sequences, or of a batch whose entries are sequences."""
@@ -136,9 +145,8 @@ class TorchRun:
     def end(self) -> None:
         """Do nothing."""
 
-    def factor(self, device: torch.device) -> float:
+    def factor(self) -> float:
         """Return one over the size of the group."""
-        del device
         return 1 / self._size
 
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
@@ -156,9 +164,16 @@ def run_of(model: Any) -> Run:
     gradients is not known.
     """
     if isinstance(model, DistributedDataParallel):
+        size, world = dist.get_world_size(model.process_group), dist.get_world_size()
+        if size != world:
+            raise ContractError(
+                f"got a model in torch's DistributedDataParallel over {size} of {world} ranks, "
+                "expected all: who trains which sequence in other groups is not known"
+            )
         return TorchRun(model.process_group)
     chunks = [*model] if isinstance(model, (list, tuple)) else [model]
-    if chunks and all(hasattr(chunk, "ddp_config") for chunk in chunks):
+    # torch's modules have a method of the name; FSDP's wrappers in Megatron have no such list.
+    if chunks and all(isinstance(getattr(chunk, "buffers", None), list) for chunk in chunks):
         return MegatronRun(chunks)
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ContractError(

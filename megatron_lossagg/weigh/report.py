@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import asdict
 from typing import Any
@@ -17,9 +18,9 @@ def text(step: Weighed, *, number: int | None = None) -> str:
     """Return the report of a step; ``number``: its number in the run, if it is known."""
     sizes = " ".join(f"{name} {size}" for name, size in step.sizes.items() if size > 1)
     name = "weighed step" if number is None else f"weighed step {number}"
+    size = f"{step.tokens} tokens in {len(step.sequences)} sequences"
     lines = [
-        f"{name}: {step.tokens} tokens in {len(step.sequences)} sequences"
-        + (f", {sizes}" if sizes else ""),
+        _wrapped(f"{name}: ", size + (f", {sizes}" if sizes else "")),
         f"sum of all weights: {step.weight_sum:.8g}",
         _wrapped("verdict: ", step.verdict),
         *[_wrapped("cause: ", cause) for cause in step.causes],
@@ -28,7 +29,7 @@ def text(step: Weighed, *, number: int | None = None) -> str:
     ]
     for name, (low, high) in step.modes.items():
         lines.append(f"  {name:<28}{low:>10.4g}{high:>10.4g}")
-    if step.inside > 1 + 1e-6 or step.inside != step.inside:
+    if step.inside > 1 + 1e-6:
         lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
     relative = sorted(zip(step.relative, step.sequences, strict=True), key=lambda pair: pair[0])
     if relative and step.trains is None:
@@ -44,19 +45,30 @@ def text(step: Weighed, *, number: int | None = None) -> str:
 
 
 def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
-    """Return an object whose ``sequences`` has one entry per sequence."""
-    return {
+    """Return an object whose ``sequences`` has one entry per sequence; None is not finite."""
+    made = {
         "step": number,
         "sizes": dict(step.sizes),
         "tokens": step.tokens,
         "weight_sum": step.weight_sum,
         "trains": step.trains,
+        "fits": [*step.fits],
         "nearest": step.nearest,
         "factor": step.factor,
         "causes": [*step.causes],
         "modes": {name: {"min": low, "max": high} for name, (low, high) in step.modes.items()},
         "sequences": [{"step": number, **asdict(sequence)} for sequence in step.sequences],
     }
+    finite: dict[str, Any] = _finite(made)
+    return finite
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _wrapped(name: str, words: str) -> str:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.errors import ContractError, LossAggregationError, message_of
 from megatron_lossagg.reduction.integers import IntsLike
-from megatron_lossagg.weigh.compare import Part, RankWeights, Weighed, compare
+from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import run_of
 
 __all__ = ["LOSS", "Weighing"]
@@ -36,6 +36,8 @@ class _Microbatch:
     """The losses of one microbatch on this rank, and what has arrived at them."""
 
     shape: tuple[int, ...]
+    eps: float
+    """Of the losses' dtype, in which their gradient arrives."""
     cu_seqlens: IntsLike | None
     lengths: Sequence[int] | None
     mask: Tensor | None
@@ -48,8 +50,13 @@ class Weighing:
     ``model``: the chunk or chunks in Megatron's DistributedDataParallel, as the schedule gets them;
     a model in torch's; any other model on one process only. A context manager around the schedule
     call or the backward passes, inside of a ``LossAggregator``'s step if there is one. It changes
-    no value and no order of operations; no collective and no host sync before :meth:`weighed`.
-    ``num_microbatches``: M; None if :meth:`losses` is called once for each.
+    no value; no collective and no host sync before :meth:`weighed`. It weighs one step.
+    ``num_microbatches``: M; None if :meth:`losses` is called once for each. ``loss_scale``: what
+    the loss is multiplied by, and the gradient divided by, that Megatron's ``grad_scale_func`` does
+    not know, such as torch's ``GradScaler.get_scale()``.
+
+    What a program asks of ``torch.autograd.grad`` at parameters arrives as well: leave it out of a
+    weighed step.
 
     Examples:
         One process, a step of one microbatch with sequences of 6 and 2 tokens. With a schedule,
@@ -64,14 +71,21 @@ class Weighing:
         'sample_mean'
     """
 
-    def __init__(self, model: Any, *, num_microbatches: int | None = None) -> None:
+    def __init__(
+        self, model: Any, *, num_microbatches: int | None = None, loss_scale: float = 1.0
+    ) -> None:
         self.run = run_of(model)
+        self._loss_scale = loss_scale
         self._num_microbatches = num_microbatches
         self._terms: dict[str, list[_Microbatch]] = {}
         self._num_tokens: Tensor | None = None
-        self._is_finalized = False
+        self._num_finalized = 0
+        self._has_begun = False
 
     def __enter__(self) -> Weighing:
+        if self._has_begun:
+            raise ContractError("got a second step, expected one: make a Weighing for each step")
+        self._has_begun = True
         self.run.begin(self._finalizes)
         return self
 
@@ -87,9 +101,9 @@ class Weighing:
         lengths: Sequence[int] | None = None,
         term: str = LOSS,
     ) -> Tensor:
-        """Listen to a microbatch's per-token losses; return the tensor that was passed.
+        """Return a microbatch's per-token losses; the loss is computed from what is returned.
 
-        ``losses``: this rank's, ``[T]`` or ``[b, s]``, the tensor that the loss is computed from.
+        ``losses``: this rank's, ``[T]`` or ``[b, s]``.
         ``mask``: like it; without one, a token that weighs 0 is not trained. ``cu_seqlens``:
         offsets of the whole packed sequences, padding included, ``[G + 1]``; without, an entry of
         the batch is a sequence. ``lengths``: in their place, the tokens of each sequence that this
@@ -102,13 +116,23 @@ class Weighing:
                 f"got {got}, expected the losses of tokens, [T] or [b, s]: a model that returns "
                 "logits is weighed in a loop of one's own (docs/weigh.md)"
             )
-        heard = _Microbatch(tuple(losses.shape), cu_seqlens, lengths, mask)
+        if mask is not None and mask.numel() != losses.numel():
+            raise ContractError(
+                f"got a mask of {mask.numel()} for {losses.numel()} losses, expected as many: pass "
+                "the part of the mask that this rank holds"
+            )
+        eps = torch.finfo(losses.dtype).eps
+        heard = _Microbatch(tuple(losses.shape), eps, cu_seqlens, lengths, mask)
         self._terms.setdefault(term, []).append(heard)
-        if losses.grad_fn is not None:
-            # Of the node: what a script asks of autograd.grad at the losses trains nothing, and
-            # does not run it.
-            losses.grad_fn.register_prehook(partial(_keep, heard, losses.output_nr))
-        return losses
+        if not losses.requires_grad:
+            return losses
+        # Of a copy: its node runs in the backward pass whatever is done to it in place, and not if
+        # a script asks torch.autograd.grad at the losses, which trains nothing.
+        listened = losses.clone()
+        node = listened.grad_fn
+        assert node is not None
+        node.register_prehook(partial(_keep, heard))
+        return listened
 
     def weighed(self) -> Weighed:
         """Compare the weights of all ranks with every mode; the same on every rank.
@@ -123,11 +147,13 @@ class Weighing:
 
     def terms(self) -> dict[str, Weighed]:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
-        own: dict[str, RankWeights] | str
+        own: tuple[RankWeights, dict[str, list[Part]]] | str
         try:
-            own = {term: self.of_this_rank(term) for term in self._terms or {LOSS: []}}
+            own = self.of_this_rank(), {term: self._parts_of(term) for term in self._terms}
         except LossAggregationError as error:
             own = str(error)
+        except Exception as error:  # whatever it is, no rank may leave the others waiting
+            own = message_of(error)
         found: list[Any] = [own]
         if dist.is_initialized():
             found = [None] * dist.get_world_size()
@@ -135,11 +161,10 @@ class Weighing:
         refused = next((one for one in found if isinstance(one, str)), None)
         if refused is not None:
             raise ContractError(refused)
-        names = dict.fromkeys(name for one in found for name, its in one.items() if its.counts)
-        nothing = self.of_this_rank("")
+        names = dict.fromkeys(name for rank, terms in found if rank.counts for name in terms)
         return {
-            name: compare([one.get(name) or replace(nothing, counts=False) for one in found])
-            for name in names
+            name: compare([replace(rank, parts=terms.get(name, [])) for rank, terms in found])
+            for name in names or [LOSS]
         }
 
     def of_this_rank(self, term: str = LOSS) -> RankWeights:
@@ -148,42 +173,49 @@ class Weighing:
         No collective. A rank that computes no loss, or is not the first of its tensor-parallel
         ranks, has none.
         """
-        place, parts = self.run.place, []
-        microbatches = self._terms.get(term, [])
-        if place.counts:
-            factor, m = self.run.factor(self._device()), self._num_microbatches
-            if m is not None and len(microbatches) % m:
-                raise ContractError(
-                    f"got {len(microbatches)} calls of losses for the term {term!r} in a step of "
-                    f"{m} microbatches, expected as many: call it for each, with tokens or without"
-                )
-            # Where the loss is recomputed in the backward pass, a microbatch has two calls in turn.
-            times = max(len(microbatches) // m, 1) if m else 1
-            for index in range(len(microbatches) // times):
-                calls = microbatches[index * times : (index + 1) * times]
-                arrived = [gradient for call in calls for gradient in call.arrived]
-                parts += self._parts(index, replace(calls[-1], arrived=arrived), factor)
-        num_tokens = None if self._num_tokens is None else int(self._num_tokens.item())
+        if self._num_finalized > 1:
+            raise ContractError(
+                f"got {self._num_finalized} steps inside of one Weighing, expected one: make a "
+                "Weighing for each schedule call"
+            )
+        place = self.run.place
+        calls = [len(microbatches) for microbatches in self._terms.values()]
+        heard = [one.eps for microbatches in self._terms.values() for one in microbatches]
+        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
         return RankWeights(
             dp_rank=place.dp_rank,
             cp_rank=place.cp_rank,
-            sizes={"M": self._num_microbatches or len(microbatches), **place.sizes},
-            parts=parts,
+            sizes={"M": self._num_microbatches or max(calls, default=0), **place.sizes},
+            parts=self._parts_of(term),
             num_tokens=num_tokens if place.counts else 0,
             is_divided=num_tokens is not None,
-            is_finalized=self._is_finalized,
+            is_finalized=bool(self._num_finalized),
             counts=place.counts,
+            tolerance=max([TOLERANCE, *heard]),
         )
 
+    def _parts_of(self, term: str) -> list[Part]:
+        microbatches, m = self._terms.get(term, []), self._num_microbatches
+        if not self.run.place.counts:
+            return []
+        if m is not None and len(microbatches) % m:
+            raise ContractError(
+                f"got {len(microbatches)} calls of losses for the term {term!r} in a step of "
+                f"{m} microbatches, expected as many: call it for each, with tokens or without"
+            )
+        factor, parts = self.run.factor() / self._loss_scale, []
+        # Where the loss is recomputed in the backward pass, a microbatch has two calls in turn.
+        times = max(len(microbatches) // m, 1) if m else 1
+        for index in range(len(microbatches) // times):
+            calls = microbatches[index * times : (index + 1) * times]
+            arrived = [gradient for call in calls for gradient in call.arrived]
+            parts += self._parts(index, replace(calls[-1], arrived=arrived), factor)
+        return parts
+
     def _finalizes(self, num_tokens: Tensor | None) -> None:
-        self._is_finalized = True
+        self._num_finalized += 1
         if num_tokens is not None:
             self._num_tokens = num_tokens.detach().clone()  # summed over ranks in place
-
-    def _device(self) -> torch.device:
-        microbatches = (heard for term in self._terms.values() for heard in term)
-        arrived = [tensor for heard in microbatches for tensor in heard.arrived]
-        return arrived[0].device if arrived else torch.device("cpu")
 
     def _parts(self, index: int, heard: _Microbatch, factor: float) -> list[Part]:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
@@ -206,9 +238,14 @@ class Weighing:
             weight_T += arrived.reshape(-1).double().cpu().numpy() * factor
         trained_T = weight_T != 0
         if heard.mask is not None:
-            trained_T |= heard.mask.detach().reshape(-1).cpu().numpy() != 0
+            trained_T |= (heard.mask.detach().reshape(-1) != 0).cpu().numpy()
         segment_T = np.full(num_tokens, -1)
         segment_T[:held] = segments
+        if (past := int((trained_T & (segment_T < 0)).sum())) > 0:
+            raise ContractError(
+                f"got {past} trained tokens past the last sequence, expected none: pass the "
+                "offsets of all sequences, cu_seqlens"
+            )
         return [
             _part(index, segment, weight_T[trained_T & (segment_T == segment)])
             for segment in np.unique(segment_T[trained_T]).tolist()
@@ -226,7 +263,7 @@ def _part(microbatch: int, segment: int, weights: np.ndarray[Any, Any]) -> Part:
     )
 
 
-def _keep(heard: _Microbatch, index: int, gradients: Sequence[Tensor | None]) -> None:
-    gradient = gradients[index]
+def _keep(heard: _Microbatch, gradients: Sequence[Tensor | None]) -> None:
+    (gradient,) = gradients
     if gradient is not None:
         heard.arrived.append(gradient.detach().clone())

@@ -43,7 +43,14 @@ def weighed(*weights):
         for number, w in enumerate(weights)
     ]
     sizes = {"M": 1, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
-    place = {"dp_rank": 0, "cp_rank": 0, "sizes": sizes, "counts": True, "is_finalized": True}
+    place = {
+        "dp_rank": 0,
+        "cp_rank": 0,
+        "sizes": sizes,
+        "counts": True,
+        "is_finalized": True,
+        "tolerance": 1e-4,
+    }
     return compare([RankWeights(**place, parts=parts, num_tokens=None, is_divided=False)])
 
 

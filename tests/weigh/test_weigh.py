@@ -1,5 +1,6 @@
 """What is weighed is the gradient, on every layout; and the verdicts of weights by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ def ranks(weight, **more):
         is_divided=False,
         is_finalized=True,
         counts=True,
+        tolerance=1e-4,
     )
     return [replace(one, **more)]
 
@@ -87,15 +89,20 @@ def test_microbatches_without_a_token_are_means_too():
     assert max(map(len, lines)) <= 80
 
 
-def test_negative_weights_train_no_mode():
-    step = compare(ranks(lambda n_mb, n: -1 / 12))
-    assert step.trains is None
-    assert step.factor == pytest.approx(-1)
+@pytest.mark.parametrize(
+    ("mode", "weight"),
+    [("token_mean", lambda n_mb, n: -1 / 12), ("sample_mean", lambda n_mb, n: -0.01 / (3 * n))],
+)
+def test_negative_weights_are_a_factor_on_the_mode_whose_form_they_have(mode, weight):
+    step = compare(ranks(weight))
+    assert (step.trains, step.nearest) == (None, mode)
+    assert step.factor == pytest.approx({"token_mean": -1, "sample_mean": -0.01}[mode])
+    assert step.inside == 1.0
 
 
 def test_a_step_without_a_trained_token_trains_nothing():
     step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=[])])
-    assert step.trains is None
+    assert (step.trains, step.causes) == (None, ())
     assert "trains nothing" in text(step, number=1)
 
 
@@ -110,3 +117,57 @@ def test_products_of_sizes_are_named_shortest_first():
     sizes = {"M": 2, "DP": 3, "CP": 1}
     assert equal_products(6.0, sizes, {"N": 6}, tolerance=1e-9) == ["N", "M DP"]
     assert equal_products(1 / 2, sizes, {"N": 6}, tolerance=1e-9) == ["1/M"]
+
+
+def parts_of(*bounds):
+    """Return sequences of 4 tokens, of which the weights have these bounds."""
+    return [
+        Part(
+            microbatch=0,
+            sequence=number,
+            tokens=4,
+            weight_sum=2 * (low + high),
+            weight_min=low,
+            weight_max=high,
+        )
+        for number, (low, high) in enumerate(bounds)
+    ]
+
+
+def test_all_modes_that_a_step_cannot_tell_apart_are_named():
+    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((1 / 8, 1 / 8), (1 / 8, 1 / 8)))
+    step = compare([replace(one, sizes={**one.sizes, "M": 1})])
+    assert step.trains == "token_mean"
+    assert [*step.fits] == ["token_mean", "sample_mean", "microbatch_token_mean"]
+    assert "trains token_mean, and so sample_mean" in step.verdict
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 0.1), (-0.1, 0.3)])
+def test_weights_inside_a_sequence_that_differ_in_sign_are_infinitely_apart(bounds):
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of(bounds))])
+    assert step.inside == float("inf")
+    assert "one sequence, token to token" in text(step)
+
+
+def test_weights_that_are_not_finite_are_named_and_none_in_the_object():
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((float("nan"),) * 2))])
+    assert step.trains is None
+    assert step.causes[0].startswith("weights of 1 sequences are not finite")
+    json.dumps(as_json(step, number=1), allow_nan=False)
+
+
+def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():
+    step = compare(ranks(lambda n_mb, n: 1 / 12, is_finalized=False))
+    assert (step.trains, [*step.fits]) == (None, [])
+    assert step.verdict == "not known, for the step was not finalized"
+
+
+def test_num_tokens_need_not_be_integers():
+    step = compare(ranks(lambda n_mb, n: 0.5 / 12, num_tokens=0.5, is_divided=True))
+    assert step.trains == "token_mean"
+
+
+def test_losses_of_a_coarser_dtype_have_its_tolerance():
+    coarse = ranks(lambda n_mb, n: 1.003 / 12, tolerance=2**-7)
+    assert compare(coarse).trains == "token_mean"
+    assert compare(ranks(lambda n_mb, n: 1.003 / 12)).trains is None

@@ -68,7 +68,16 @@ def one_output(losses, mask):
     return loss, {}
 
 
-def trained(*, per_token, loss_func, passes_mask=False, finalizes=True, listens=True, **config):
+def trained(
+    *,
+    per_token,
+    loss_func,
+    passes_mask=False,
+    finalizes=True,
+    listens=True,
+    makes_view=False,
+    **config,
+):
     """Run a step; return what was weighed on all ranks, and the step's reduced gradient."""
     made = tiny_gpt.config_of(per_token=per_token, **config)
     num_tokens = dist.get_world_size() // CP * M * 16
@@ -81,9 +90,11 @@ def trained(*, per_token, loss_func, passes_mask=False, finalizes=True, listens=
     def forward_step(iterator, model):
         tokens, mask = next(iterator)
         losses = model(torch.from_numpy(tokens))
+        if makes_view:
+            losses = losses.view(1, -1)[0]
         kept = torch.from_numpy(mask).to(losses)
         if listens:
-            weighing.losses(losses, kept if passes_mask else None, cu_seqlens=CUTS)
+            losses = weighing.losses(losses, kept if passes_mask else None, cu_seqlens=CUTS)
         return losses, lambda output: loss_func(output, kept)
 
     chunk.zero_grad_buffer()
@@ -183,6 +194,7 @@ def check_a_constant_factor_is_named():
 def check_a_step_that_is_not_finalized_is_named():
     step, _ = trained(per_token=True, loss_func=mean_of_microbatches, finalizes=False)
     assert step.causes[0].startswith("not finalized")
+    assert step.trains is None
 
 
 def check_a_token_of_the_mask_that_gets_no_gradient_counts():
@@ -268,8 +280,7 @@ def check_a_loss_that_is_recomputed_is_weighed_once():
     mask, losses = torch.ones(4), [chunk(torch.arange(4)) for _ in range(2)]
     weighing = Weighing([chunk], num_microbatches=1)
     with weighing:
-        for one in losses:
-            weighing.losses(one, mask, lengths=[3, 1])
+        losses = [weighing.losses(one, mask, lengths=[3, 1]) for one in losses]
         losses[1].sum().backward()
     parts = weighing.of_this_rank().parts
     assert [(part.microbatch, part.tokens) for part in parts] == [(0, 3), (0, 1)]
@@ -290,8 +301,8 @@ def check_terms_are_weighed_by_themselves():
     weighing = Weighing([chunk])
     with weighing:
         policy, kl = chunk(torch.arange(4)), chunk(torch.arange(4))
-        weighing.losses(policy, lengths=[3, 1], term="policy")
-        weighing.losses(kl, lengths=[3, 1], term="kl")
+        policy = weighing.losses(policy, lengths=[3, 1], term="policy")
+        kl = weighing.losses(kl, lengths=[3, 1], term="kl")
         (policy.mean() + 0.3 * kl.mean()).backward()
         chunk.config.finalize_model_grads_func([chunk], None)
     with pytest.raises(ContractError, match="got the terms"):
@@ -299,6 +310,103 @@ def check_terms_are_weighed_by_themselves():
     step = weighing.terms()
     assert step["policy"].trains == "token_mean"
     assert step["kl"].weight_sum / step["policy"].weight_sum == pytest.approx(0.3)
+
+
+def check_losses_that_are_changed_in_place_are_weighed():
+    """As loss_func may: ``output *= mask`` on what GPT returns, a view."""
+
+    def in_place(losses, mask):
+        view = losses.view(1, -1)
+        view *= mask
+        return losses.sum(), mask.sum().int(), {}
+
+    for per_token in (False, True):
+        assert_sums(*trained(per_token=per_token, loss_func=in_place, makes_view=True))
+
+
+def check_a_term_that_one_rank_lacks_has_the_num_tokens_of_all():
+    chunk = token_model.wrapped(tiny_gpt.config_of(per_token=True), 16)
+    weighing, n = Weighing([chunk]), dist.get_world_size()
+    with weighing:
+        x, y = chunk(torch.arange(4)), chunk(torch.arange(4))
+        loss = weighing.losses(x, lengths=[4], term="policy").sum()
+        if dist.get_rank() == 0:
+            loss = loss + weighing.losses(y, lengths=[4], term="kl").sum()
+        loss.backward()
+        num_tokens = torch.tensor(4, dtype=torch.int32)
+        chunk.config.finalize_model_grads_func([chunk], num_tokens)
+    terms = weighing.terms()
+    assert terms["kl"].weight_sum == pytest.approx(1 / n)
+    assert terms["policy"].weight_sum == pytest.approx(1.0)
+
+
+def check_a_rank_without_a_token_has_no_term_of_its_own():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        losses = chunk(torch.arange(4))
+        if dist.get_rank() == 0:
+            losses = weighing.losses(losses, lengths=[4], term="policy")
+        losses.sum().backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    assert [*weighing.terms()] == ["policy"]
+
+
+def check_a_loss_scale_that_changes_after_the_step_is_the_steps():
+    scale = {"now": LOSS_SCALE}
+    made = tiny_gpt.config_of(grad_scale_func=lambda loss: loss * scale["now"])
+    chunk = token_model.wrapped(made, 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        losses = weighing.losses(chunk(torch.arange(4)), lengths=[4])
+        made.grad_scale_func(losses.mean()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    scale["now"] *= 2
+    assert weighing.weighed().weight_sum == pytest.approx(1.0)
+
+
+def check_a_weighing_weighs_one_step():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        for _ in range(2):
+            chunk.config.finalize_model_grads_func([chunk], None)
+    with pytest.raises(ContractError, match="2 steps inside of one Weighing"):
+        weighing.weighed()
+    with pytest.raises(ContractError, match="got a second step"), weighing:
+        pass
+
+
+def check_what_one_rank_refuses_is_raised_on_every_rank():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        lengths = [3] if dist.get_rank() == 0 else [4]
+        weighing.losses(chunk(torch.arange(4)), torch.ones(4), lengths=lengths).sum().backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    with pytest.raises(ContractError, match="got losses of 4 tokens, expected 3"):
+        weighing.weighed()
+
+
+def check_a_mask_of_any_dtype_is_taken_and_of_another_size_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with pytest.raises(ContractError, match="got a mask of 3 for 4 losses"):
+        weighing.losses(chunk(torch.arange(4)), torch.ones(3), lengths=[4])
+    with weighing:
+        mask = torch.ones(4, dtype=torch.bfloat16)
+        weighing.losses(chunk(torch.arange(4)), mask, lengths=[4]).sum().backward()
+    assert weighing.of_this_rank().parts[0].tokens == 4
+
+
+def check_trained_tokens_past_the_last_sequence_are_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        cuts = [0, 2 * CP]
+        weighing.losses(chunk(torch.arange(4)), cu_seqlens=cuts).sum().backward()
+    with pytest.raises(ContractError, match="trained tokens past the last sequence"):
+        weighing.of_this_rank()
 
 
 def check_offsets_that_are_not_of_the_losses_are_refused():
