@@ -2,7 +2,10 @@
 
 A prompt is a ``uid``. A sample is a trajectory, ``(uid, session_id)``: verl's agent loops may
 return several sequences of one, and write both columns to each. A batch without ``session_id`` has
-one sequence per sample. A column ``loss_weight`` has one number per sequence, which multiplies w_s.
+one sequence per sample. A trainer on verl that writes trajectories to a column of its own names it
+in ``LOSSAGG_SAMPLE_COLUMN`` of every worker's environment. A column ``loss_weight`` has one number
+per sequence, which multiplies w_s.
+
 Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
 ``upsample_batch_to_divisible_size``; verl-project/verl#7580 ``normalize_loss_weight_global``,
 ``apply_loss_weight_to_loss_mat``.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import re
 from numbers import Real
 from typing import Any
@@ -36,6 +40,9 @@ COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_me
 """Modes that can leave empty samples out."""
 LOSS_WEIGHT = "loss_weight"
 """The column with a weight of each sequence."""
+SAMPLE_COLUMN = "LOSSAGG_SAMPLE_COLUMN"
+"""The environment variable with the name of the column of samples."""
+_SESSION = "session_id"
 IS_PADDING = "is_padding"
 """The column that says which sequences are padding, for a loop that pads by itself."""
 _PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
@@ -56,9 +63,13 @@ def _uids(data: Any) -> list[str]:
     return [""] * len(data["loss_mask"]) if uids is None else uids
 
 
+def _sample_column() -> str:
+    return os.environ.get(SAMPLE_COLUMN) or _SESSION
+
+
 def _samples(data: Any) -> list[str] | None:
     """Return each sequence's trajectory; None if the batch has no sessions."""
-    sessions = _column(data, "session_id")
+    sessions = _column(data, _sample_column())
     return sessions and [repr(pair) for pair in zip(_uids(data), sessions, strict=True)]
 
 
@@ -98,7 +109,27 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
         # verl's rollout correction leaves loss_mask as it was.
         options=Options(rejects_tokens=True),
     )
+    _say_counted(plan, "sample" in given, sum(paddings))
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
+
+
+def _say_counted(plan: StepPlan, has_samples: bool, num_padding: int) -> None:
+    """Log once what the first step counted, and what a sample is."""
+    if not first_time("counts of verl"):
+        return
+    sample = f"(uid, {_sample_column()})" if has_samples else "each sequence"
+    totals = plan.totals
+    logging.getLogger(__name__).info(
+        "%s counted in the first step, over all ranks: %s tokens, %s samples, %s of them with a "
+        "token; a sample is %s; on this rank %d sequences and %d of padding",
+        plan.aggregation,
+        totals.active_tokens,
+        totals.samples,
+        totals.active_samples,
+        sample,
+        len(plan.active_tokens),
+        num_padding,
+    )
 
 
 def _say_empty(aggregation: Aggregation, num_empty: int, num_sequences: int) -> None:
@@ -180,17 +211,23 @@ def _lacking(aggregation: Aggregation, data: Any, uids: list[str]) -> str:
             "got a batch without advantages, by whose sign balanced tells groups: choose another "
             "mode for a loss without them"
         )
-    sessions = None if mode == "prompt_mean" else _column(data, "session_id")
+    name = _sample_column()
+    sessions = None if mode == "prompt_mean" else _column(data, name)
+    if sessions is None and mode != "prompt_mean" and name != _SESSION:
+        return (
+            f"got {SAMPLE_COLUMN}={name} and a batch without this column, by which {mode} tells "
+            f"the sample of each sequence: keep it in the batch, or unset {SAMPLE_COLUMN}"
+        )
     if sessions is not None and not all(sessions):
         return (
-            f"got sequences without a session_id in a batch that has the column, by which {mode} "
+            f"got sequences without a {name} in a batch that has the column, by which {mode} "
             "tells the sample of each: give every sequence one, or leave the column out"
         )
     if all(uids):
         return ""
     tells = _OF_PROMPTS.get(mode, "padding sequences apart from empty ones")
     if mode not in _OF_PROMPTS and sessions is not None:
-        tells = "the sample of each sequence, (uid, session_id)"
+        tells = f"the sample of each sequence, (uid, {name})"
     elif mode not in _OF_PROMPTS and not aggregation.count_empty:
         return ""
     fault = (
