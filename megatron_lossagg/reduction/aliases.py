@@ -50,6 +50,8 @@ _EQUALLY_MANY = "if microbatches have equally many samples"
 _SWIFT_TOKENS = "of its Megatron trainer, from 4.6.0 on"
 _TRL_TOKENS = "if steps_per_generation = gradient_accumulation_steps"
 _EMPTY_LEAVES = "a fully masked sample does not count"
+_TUNIX = "from main c7d8950f on"
+_RLINF_SEQUENCES = f"{_EQUALLY_MANY} and use_valid_token_scale is off"
 
 # Sources: the systems' own code, listed with commits in docs/evidence.md.
 ALIASES: dict[str, Alias] = {
@@ -59,6 +61,9 @@ ALIASES: dict[str, Alias] = {
     "grpo": Alias("sample_mean", "if all groups have the same number of samples"),
     "scalerl": Alias("prompt_mean"),
     # Systems.
+    "agent-lightning:per_rollout_mean": Alias(
+        "sample_mean", "if each rollout is one row; else pass rollout ids as sample"
+    ),
     "areal:default": Alias("token_mean"),
     "megatron:calculate-per-token-loss": Alias("token_mean"),
     "megatron:default": Alias("microbatch_token_mean", "equal at CP = 1"),
@@ -82,6 +87,9 @@ ALIASES: dict[str, Alias] = {
     "openrlhf:token_level_loss=False": Alias("sample_mean", _EMPTY_LEAVES, count_empty=False),
     "openrlhf:token_level_loss=True": Alias("token_mean"),
     "prime-rl:default": Alias("token_mean"),
+    "rlinf:seq-mean-token-mean": Alias("sample_mean", _RLINF_SEQUENCES),
+    "rlinf:seq-mean-token-sum": Alias("sample_sum", _RLINF_SEQUENCES),
+    "rlinf:token-mean": Alias("token_mean", "if use_valid_token_scale is on"),
     "roll:seq-mean-token-mean": Alias("sample_mean", _EMPTY_LEAVES, count_empty=False),
     "roll:seq-mean-token-sum": Alias("sample_sum", _EMPTY_LEAVES, count_empty=False),
     "roll:seq-mean-token-sum-norm": Alias("token_sum", "C = padded width; no 1/B"),
@@ -99,6 +107,8 @@ ALIASES: dict[str, Alias] = {
     ),
     "slime:default": Alias("sample_mean", "pass rollout ids as sample"),
     "tinker:sum": Alias("token_sum"),
+    "torchrl:prompt_mean": Alias("sample_mean", f"{_EQUALLY_MANY}; a mean over samples"),
+    "torchrl:token_mean": Alias("token_mean", "if microbatches have equally many tokens"),
     "trl:bnpo": Alias("microbatch_token_mean"),
     "trl:cispo": Alias("token_mean", _TRL_TOKENS),
     "trl:dapo": Alias("token_mean", _TRL_TOKENS),
@@ -109,6 +119,29 @@ ALIASES: dict[str, Alias] = {
     ),
     "trl:sapo": Alias("sample_mean", _EQUALLY_MANY),
     "trl:vespo": Alias("token_mean", _TRL_TOKENS),
+    "tunix:seq-mean-token-sum": Alias(
+        "sample_sum", f"{_TUNIX}; {_EMPTY_LEAVES}", count_empty=False
+    ),
+    "tunix:sequence-mean-token-mean": Alias(
+        "sample_mean", f"{_TUNIX}; {_EMPTY_LEAVES}", count_empty=False
+    ),
+    "tunix:sequence-mean-token-scale": Alias(
+        "constant", f"L = norm; {_TUNIX}; {_EMPTY_LEAVES}", count_empty=False
+    ),
+    "tunix:sequence-mean-token-sum-norm": Alias(
+        "sample_sum", f"if no norm is passed; {_TUNIX}; {_EMPTY_LEAVES}", count_empty=False
+    ),
+    "tunix:token-mean": Alias("token_mean", _TUNIX),
+    "unsloth:bnpo": Alias("microbatch_token_mean"),
+    "unsloth:cispo": Alias("token_mean", _TRL_TOKENS),
+    "unsloth:dapo": Alias("token_mean", _TRL_TOKENS),
+    "unsloth:dr_grpo": Alias("constant", f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "unsloth:grpo": Alias("sample_mean", _EQUALLY_MANY),
+    "unsloth:luspo": Alias(
+        "sample_sum", f"{_EQUALLY_MANY}; with beta or token-level ratios from 2026.10.9 on"
+    ),
+    "unsloth:sapo": Alias("sample_mean", _EQUALLY_MANY),
+    "unsloth:vespo": Alias("token_mean", _TRL_TOKENS),
     "verl:seq-mean-token-mean": Alias("sample_mean"),
     "verl:seq-mean-token-sum": Alias("sample_sum"),
     "verl:seq-mean-token-sum-norm": Alias("constant", "L = loss_scale_factor"),

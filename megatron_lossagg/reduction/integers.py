@@ -6,6 +6,7 @@ and which error it raises.
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from numbers import Integral
@@ -55,8 +56,11 @@ def checked_integers(
     lowest: int | None = None,
     length: int | None = None,
     squeeze: bool = False,
+    expected: str = "integers in one dimension",
 ) -> Ints:
     """Copy to a contiguous int64 array of one dimension; ``squeeze``: from ``[1, n]`` too.
+
+    ``expected``: what the message of another dtype or shape asks for.
 
     Raises ``error`` for other dtypes or shapes, for a value below ``lowest`` or above
     2^63 - 1, and for a length other than ``length``. A CUDA tensor costs one host sync.
@@ -74,8 +78,9 @@ def checked_integers(
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        got = f"{array.dtype} of shape {array.shape}" if array.ndim else repr(values)
-        raise error(f"{name}: got {got}, expected integers in one dimension")
+        has_numbers = array.ndim and array.dtype.kind in "biufc"
+        got = f"{array.dtype} of shape {array.shape}" if has_numbers else reprlib.repr(values)
+        raise error(f"{name}: got {got}, expected {expected}")
     if length is not None and len(array) != length:
         raise error(f"{name}: got {len(array)} entries, expected {length}, one per sequence")
     if len(array) and array.max() > _LARGEST:

@@ -48,6 +48,10 @@ FloatsLike: TypeAlias = "Sequence[float] | npt.NDArray[np.floating[Any]] | Tenso
 ID_KINDS: tuple[Kind, ...] = ("sample", "prompt", "group")
 GATHERED_FLOATS = ("token_weight_sums", "sequence_weight")
 """The columns of a step that are no integers."""
+_EXPECTED_IDS = (
+    "only integers below 2^63 or only strings, one per sequence: make a string of what is neither, "
+    'of a pair f"{a}/{b}"'
+)
 MOST_TOKENS = 2**53
 """The largest count: integers up to it are exact in the float64 of a weight."""
 
@@ -183,18 +187,31 @@ def hashed(text: str) -> int:
 
 
 def _integers(
-    name: str, values: IntsLike, length: int | None = None, *, lowest: int | None = 0
+    name: str,
+    values: IntsLike,
+    length: int | None = None,
+    *,
+    lowest: int | None = 0,
+    expected: str = "integers in one dimension",
 ) -> Ints:
     if is_tensor(values) and values.device.type != "cpu":
         raise PlanError(
             f"Sequences.{name} is on {values.device}: counts and ids are CPU integers, pass a "
             "list or a CPU tensor"
         )
-    return checked_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
+    return checked_integers(
+        f"Sequences.{name}", values, PlanError, lowest=lowest, length=length, expected=expected
+    )
 
 
 def _floats(name: str, values: FloatsLike, length: int) -> Floats:
     """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no number per sequence."""
+    given = values if isinstance(values, (list, tuple)) else [values]
+    if any(is_tensor(one) and one.requires_grad for one in given):
+        raise PlanError(
+            f"Sequences.{name} requires a gradient, expected constants: pass {name}.detach(), and "
+            "multiply what is trained into the losses"
+        )
     if is_tensor(values):
         if values.device.type != "cpu":
             raise PlanError(
@@ -240,7 +257,9 @@ def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
 
 def _ids(kind: Kind, ids: Ids, length: int) -> Ints:
     if not _are_strings(ids):
-        id_S = _integers(kind, ids, length, lowest=None)  # type: ignore[arg-type]
+        if isinstance(ids, np.ndarray) and ids.dtype == object:
+            ids = ids.tolist()
+        id_S = _integers(kind, ids, length, lowest=None, expected=_EXPECTED_IDS)  # type: ignore[arg-type]
         if kind != "group" and (id_S == -1).any():
             raise PlanError(
                 f"Sequences.{kind}: got the id -1 at index {(id_S == -1).argmax()}, which "
@@ -258,6 +277,8 @@ def _ids(kind: Kind, ids: Ids, length: int) -> Ints:
 
 def _are_strings(ids: object) -> bool:
     """Whether all of some ids are strings; a mixture is left to be refused as no integers."""
+    if isinstance(ids, str):
+        return False
     if isinstance(ids, np.ndarray):
         ids = ids.ravel().tolist() if ids.dtype.kind in "UO" else ()
     if not isinstance(ids, Sequence) or not len(ids):

@@ -104,9 +104,11 @@ def _check_size(plan: StepWeights, weights: Floats) -> None:
     """Refuse weights beyond float32."""
     beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
     if len(beyond) and not plan.counts.is_empty:
+        own = plan.aggregation.weights_function
+        what = f"the weights function {own.path}" if own else plan.aggregation
         raise PlanError(
-            f"{plan.aggregation} gives a sequence a weight of {beyond[0]}, beyond what float32 "
-            "holds: change the divisor, the exponent or the weights"
+            f"got the weight {beyond[0]} of a sequence, beyond what float32 holds, from {what}: "
+            "change the divisor, the exponent or the weights"
         )
 
 

@@ -255,7 +255,7 @@ def test_a_name_of_two_losses_is_refused_with_both(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["torchrl:prompt_mean", "tunix:sequence-mean-token-sum-norm", "tunix:sequence-mean-token-mean"],
+    ["fireworks:prompt_mean", "labs-molt:token-sum-norm", "tunic:sequence-mean-token-mean"],
 )
 def test_no_loss_of_another_system_is_suggested_for_a_name_of_an_unknown_one(name):
     with pytest.raises(AggregationError, match="unknown system in") as caught:
@@ -279,8 +279,11 @@ def test_a_papers_name_takes_its_number_after_a_colon():
     [
         ("Dr. GRPO", ["dr_grpo", "drgrpo"]),
         ("GRPO", ["grpo"]),
-        ("seq-mean-token-sum", ["roll:seq-mean-token-sum", "verl:seq-mean-token-sum"]),
-        ("seq-mean-token-mean", ["roll:seq-mean-token-mean", "verl:seq-mean-token-mean"]),
+        (
+            "seq-mean-token-mean",
+            [f"{system}:seq-mean-token-mean" for system in ("rlinf", "roll", "verl")],
+        ),
+        ("sequence_mean_token_scale", ["tunix:sequence-mean-token-scale"]),
         ("verl:token_mean", ["verl:token-mean"]),
         ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
     ],

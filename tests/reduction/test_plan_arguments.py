@@ -148,10 +148,34 @@ def test_strings_with_one_hash_are_refused(monkeypatch):
         weights_of("prompt_mean", active_tokens=[1, 9], prompt=["a", "b"])
 
 
-def test_ids_of_mixed_kinds_are_refused():
-    for mixed in (np.array(["a", 3], dtype=object), ["7", 7]):
-        with pytest.raises(PlanError, match=r"prompt: got .*, expected integers"):
-            weights_of("prompt_mean", active_tokens=[1, 9], prompt=mixed)
+OTHER_IDS = {
+    "mixed": (["7", 7], "['7', 7]"),
+    "mixed objects": (np.array(["a", 3], dtype=object), "['a', 3]"),
+    "pairs": ([(0, 1), (0, 2)], "int64 of shape (2, 2)"),
+    "pairs of strings": ([("a", "b"), ("c", "d")], "[('a', 'b'), ('c', 'd')]"),
+    "none": ([None, "a"], "[None, 'a']"),
+    "floats": ([0.5, 1.0], "float64 of shape (2,)"),
+    "bytes": ([b"a", b"b"], "[b'a', b'b']"),
+    "beyond int64": ([1, 2**70], f"[1, {2**70}]"),
+    "one string": ("ab", "'ab'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_IDS)
+@pytest.mark.parametrize("kind", ["sample", "prompt", "group"])
+def test_ids_that_are_neither_integers_nor_strings_are_refused_with_what_may_be_passed(kind, name):
+    ids, got = OTHER_IDS[name]
+    with pytest.raises(PlanError) as caught:
+        weights_of("token_mean", active_tokens=[1, 9], **{kind: ids})
+    expected = f"Sequences.{kind}: got {got}, expected only integers below 2^63 or only strings"
+    assert expected in str(caught.value)
+    assert str(caught.value).endswith('of a pair f"{a}/{b}"')
+
+
+def test_integers_in_an_array_of_objects_are_ids():
+    """As verl's ``non_tensor_batch`` has them."""
+    ids = np.array([3, 3, 8], dtype=object)
+    assert weights_of("sample_mean", active_tokens=[1, 9, 5], sample=ids) == [0.05, 0.05, 0.1]
 
 
 def test_samples_per_prompt_finds_prompts_that_were_merged():

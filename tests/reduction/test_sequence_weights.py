@@ -104,3 +104,11 @@ def test_what_is_no_weight_is_refused(given, message, totals):
             Sequences(active_tokens=[2, 3], sequence_weight=given),
             totals=totals,
         )
+
+
+@pytest.mark.parametrize("name", ["sequence_weight", "token_weight_sums"])
+@pytest.mark.parametrize("make", [torch.Tensor.clone, list])
+def test_a_weight_that_requires_a_gradient_is_refused(name, make):
+    learned = make(torch.tensor([1.0, 2.0], requires_grad=True))
+    with pytest.raises(PlanError, match=rf"{name} requires a gradient.*pass {name}\.detach\(\)"):
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2, 3], **{name: learned}))
