@@ -43,6 +43,7 @@ class Pack:
             self.mask[begin + PROMPT : begin + PROMPT + n] = 1
         self.token = torch.arange(self.offsets[-1]) + first_token
         self.pairs = [first_pair + place for place in range(len(LENGTHS[number]))]
+        self.sequences = [s for pair in self.pairs for s in (2 * pair, 2 * pair + 1)]
         self.advantage = torch.randn(len(lengths))
 
     def without(self, place):
@@ -53,6 +54,10 @@ class Pack:
         """Yield the numbers of each response's active tokens, and its advantage."""
         for place, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
             yield self.token[begin:end][self.mask[begin:end] == 1].tolist(), self.advantage[place]
+
+
+def active_tokens(own):
+    return {"active_tokens": [len(tokens) for pack in own for tokens, _ in pack.responses()]}
 
 
 def packs():
@@ -69,8 +74,11 @@ def drawn_weights(num_tokens):
     return 0.3 * torch.randn(num_tokens, generator=torch.Generator().manual_seed(6))
 
 
-def gradient_of_step(every, mode, active_tokens, loss_func, *, per_token):
-    """Run Megatron's schedule over this rank's packs; return the reduced gradient and the loss."""
+def gradient_of_step(every, mode, counts, loss_func, *, per_token):
+    """Run Megatron's schedule over this rank's packs; return the reduced gradient and the loss.
+
+    ``counts``: a function from the packs to what ``aggregator.step`` is given of them.
+    """
     num_tokens = int(every[-1].token[-1]) + 1
     chunk = token_model.wrapped(tiny_gpt.config_of(per_token=per_token), num_tokens)
     chunk.module.weight.data.copy_(drawn_weights(num_tokens))
@@ -86,7 +94,7 @@ def gradient_of_step(every, mode, active_tokens, loss_func, *, per_token):
         return log_ratio, lambda x: loss_func(step, pack, x, layout, cp_group)
 
     chunk.zero_grad_buffer()
-    with aggregator.step(active_tokens=active_tokens(own), num_microbatches=len(own)) as step:
+    with aggregator.step(**counts(own), num_microbatches=len(own)) as step:
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(own),
@@ -130,7 +138,7 @@ def trains_pairs(losses, by_hand):
         found = gradient_of_step(
             every,
             "sample_mean",
-            lambda own: [1] * sum(len(pack.pairs) for pack in own),
+            lambda own: {"active_tokens": [1] * sum(len(pack.pairs) for pack in own)},
             loss_func,
             per_token=per_token,
         )
@@ -164,14 +172,14 @@ def gspo_of_step(mode, *, per_token):
     every[number].without(place)
 
     def loss_func(step, pack, x, layout, cp_group):
-        first = 2 * pack.pairs[0]
-        sequences = list(range(first, first + 2 * len(pack.pairs)))
-        return pairs.gspo(step, sequences, pack.mask, x, pack.advantage, layout, cp_group, CLIP)
+        return pairs.gspo(
+            step, pack.sequences, pack.mask, x, pack.advantage, layout, cp_group, CLIP
+        )
 
     found = gradient_of_step(
         every,
         Aggregation(mode, divisor=40 if mode == "constant" else None),
-        lambda own: [len(tokens) for pack in own for tokens, _ in pack.responses()],
+        active_tokens,
         loss_func,
         per_token=per_token,
     )
