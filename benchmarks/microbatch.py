@@ -1,25 +1,33 @@
-"""CPU milliseconds that a microbatch costs its rank in loss_func, next to Megatron's masked sum.
+"""What a microbatch costs its rank in loss_func, next to Megatron's masked sum.
 
     python -m benchmarks.microbatch
 
-One optimizer step has M = 64 microbatches of 4 and of 512 packed sequences, at CP 1 and 2. Ours:
-``step.microbatch``, ``mb.reduce`` and ``mb.outputs``, with their guards; a GPU computes meanwhile.
-Megatron's: the sum of masked losses and the count, as in Megatron-LM's ``loss_func``. Each is the
-median over the microbatches of six steps that ran alternately, on one thread.
+One optimizer step has M = 64 microbatches of 12 and of 512 packed sequences, at CP 1 and 2. Ours:
+``step.microbatch``, ``mb.reduce`` and ``mb.outputs`` with one report, and their guards. Megatron's:
+the sum of masked losses, the count and their report, as in Megatron-LM's ``loss_func``.
+
+Counted, in the second microbatch of a step: calls of this package's Python functions, operations
+(``counting.py``), and their bytes per token. Timed: CPU milliseconds, the median over the
+microbatches of six steps that ran alternately on one thread, and ours over Megatron's.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import thread_time
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_lossagg
+from benchmarks.counting import counted
 from benchmarks.rank_step import a_chunk
 from megatron_lossagg import LossAggregator, Options
 from megatron_lossagg.cpu import launch
@@ -27,7 +35,11 @@ from megatron_lossagg.cpu import launch
 M, STEPS, WARMUP = 64, 8, 2
 TOKENS = 16
 """Of a sequence; the last trains nothing."""
+SEQUENCES = (12, 512)
 RANKS = "--ranks"
+PACKAGE = str(Path(megatron_lossagg.__file__).parent)
+_STAND_INS = str(Path(PACKAGE, "cpu"))
+"""What replaces functions of torch where there is no GPU; no call of a run on one."""
 
 LossFunc = Callable[[Tensor], Tensor]
 
@@ -37,7 +49,9 @@ def main(arguments: list[str]) -> int:
     if arguments == [RANKS]:
         be_rank()
         return 0
-    print("| CP | sequences | ours (ms) | Megatron's (ms) |\n|---|---|---|---|", flush=True)
+    names = ["CP", "sequences", "calls", "operations", "bytes per token"]
+    names += ["ours (ms)", "Megatron's (ms)", "ratio"]
+    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
     for processes in (1, 2):
         root = str(Path(__file__).resolve().parent.parent)
         command = ["-m", "benchmarks.microbatch", RANKS]
@@ -54,7 +68,8 @@ def be_rank() -> None:
     dist.init_process_group("gloo")
     chunk = a_chunk(splits_sequences=True)
     aggregator = LossAggregator(chunk, "sample_mean", options=Options(probe=False))
-    for num_sequences in (4, 512):
+    for num_sequences in SEQUENCES:
+        count = counts(aggregator, num_sequences)
         ours, stock = [], []
         for number in range(STEPS):
             spent = [*of_ours(aggregator, num_sequences)], [*of_stock(num_sequences)]
@@ -62,13 +77,70 @@ def be_rank() -> None:
                 ours += spent[0]
                 stock += spent[1]
         if dist.get_rank() == 0:
-            medians = f"{median(ours):.2f} | {median(stock):.2f}"
-            print(f"| {aggregator.cp_size} | {num_sequences} | {medians} |", flush=True)
+            times = f"{median(ours):.2f} | {median(stock):.3f} | {median(ours) / median(stock):.1f}"
+            print(f"| {aggregator.cp_size} | {num_sequences} | {count} | {times} |", flush=True)
     dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one call of loss_func did."""
+
+    calls: int
+    operations: int
+    bytes_per_token: float
+
+    def __str__(self) -> str:
+        return f"{self.calls} | {self.operations} | {self.bytes_per_token:.0f}"
+
+
+def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
+    """Count in the second and in the third microbatch of a step, which is trained."""
+    found: dict[int, Any] = {}
+
+    def listened(number: int, loss_func: LossFunc, x: Tensor) -> Tensor:
+        if number == 1:
+            with counted() as found[number]:
+                return loss_func(x)
+        if number == 2:
+            calls = found[number] = _Calls()
+            sys.setprofile(calls)
+            try:
+                return loss_func(x)
+            finally:
+                sys.setprofile(None)
+        return loss_func(x)
+
+    for number, (loss_func, num_losses) in enumerate(our_losses(aggregator, num_sequences)):
+        x = torch.rand(num_losses, requires_grad=True)
+        (listened(number, loss_func, x) / M).backward()  # type: ignore[no-untyped-call]
+    operations = found[1]
+    return Counts(
+        calls=found[2].number,
+        operations=operations.num_operations,
+        bytes_per_token=operations.bytes / (num_sequences * TOKENS),
+    )
+
+
+class _Calls:
+    """Counts calls of this package's functions; a profile function."""
+
+    number = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE) and not name.startswith(_STAND_INS):
+            self.number += 1
 
 
 def of_ours(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
     """Train a step; yield the milliseconds of each microbatch."""
+    for loss_func, num_losses in our_losses(aggregator, num_sequences):
+        yield milliseconds(loss_func, num_losses)
+
+
+def our_losses(aggregator: LossAggregator, num_sequences: int) -> Iterator[tuple[LossFunc, int]]:
+    """Begin a step; yield loss_func and the number of losses of each microbatch, and finish it."""
     offsets = torch.arange(num_sequences + 1) * TOKENS
     mask = torch.ones(num_sequences * TOKENS)
     mask[TOKENS - 1 :: TOKENS] = 0
@@ -82,9 +154,10 @@ def of_ours(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
 
             def loss_func(x: Tensor, sequences: range = sequences) -> Tensor:
                 mb = step.microbatch(sequences, mask, cu_seqlens=offsets)
-                return mb.outputs(mb.reduce(x))[0]
+                loss = mb.reduce(x)
+                return mb.outputs(loss, report={"loss": loss})[0]
 
-            yield milliseconds(loss_func, len(mask) // aggregator.cp_size)
+            yield loss_func, len(mask) // aggregator.cp_size
 
 
 def of_stock(num_sequences: int) -> Iterator[float]:

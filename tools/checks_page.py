@@ -42,8 +42,8 @@ _AT_THE_START = {
 _EVENTS = {
     "on_microbatch": "`step.microbatch`",
     "on_reduce": "`mb.reduce`",
+    "on_first_outputs": "`mb.outputs`",
     "on_outputs": "`mb.outputs`",
-    "on_return": "`mb.outputs`",
     "on_finalize": "finalize",
     "on_finish": "the end",
     "together": "the end",

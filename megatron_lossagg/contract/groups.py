@@ -96,6 +96,12 @@ class LiveGroups:
             )
         return groups
 
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline stage."""
+        ranks = dist.get_rank(self.dp_cp_group), dist.get_rank(self.tp_group)
+        return ranks == (0, 0)
+
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
         """Return the layout of packed sequences for this rank; a CUDA tensor costs one host sync.
 

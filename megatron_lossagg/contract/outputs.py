@@ -46,26 +46,26 @@ def outputs(
     scaled = _widened(loss) * scaling.k
     counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
     num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
-    one = torch.ones_like(scaled, requires_grad=False)
-    reports = {name: _report(name, value, scaling, one) for name, value in report.items()}
-    reports |= {name: _mean(name, total, count) for name, (total, count) in means.items()}
+    for name, value in report.items():
+        check_scalar(name, value)
+    sums, constants = dict(report), {}
     weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
     if weight_sum is not None:
-        weight_sum = moved(weight_sum, scaled.device)
-        name = "lossagg/weight_sum"
-        reports[name] = _report(name, weight_sum, scaling, one)
+        sums["lossagg/weight_sum"] = weight_sum
         if expected is not None:
-            name = "lossagg/weight_expected"
-            reports[name] = _mean(name, torch.full_like(weight_sum, expected), 1)
+            constants["lossagg/weight_expected"] = expected
+    reports = _pairs(sums, constants, scaling, scaled.device)
+    for name, (total, count) in means.items():
+        reports[name] = _mean(name, total, count)
     return scaled, num_tokens, reports
 
 
 def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
     """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
+    if not shadows:
+        return {}
     named = {f"lossagg/shadow/{mode}": loss for mode, loss in shadows.items()}
-    return {
-        name: _report(name, loss, scaling, torch.ones_like(loss)) for name, loss in named.items()
-    }
+    return _pairs(named, {}, scaling, next(iter(shadows.values())).device)
 
 
 def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
@@ -87,21 +87,20 @@ def check_reported(report: Mapping[str, Tensor], means: Means) -> None:
 
     A name that starts with ``lossagg/`` is the package's.
     """
-    are_pairs = isinstance(means, Mapping) and all(
-        getattr(pair, "shape", None) == (2,) or (isinstance(pair, (tuple, list)) and len(pair) == 2)
-        for pair in means.values()
-    )
+    are_pairs = isinstance(means, Mapping)
+    for pair in means.values() if are_pairs else ():
+        is_pair = getattr(pair, "shape", None) == (2,)
+        are_pairs &= is_pair or (isinstance(pair, (tuple, list)) and len(pair) == 2)
     if not isinstance(report, Mapping) or not are_pairs:
         raise ContractError(
             f"got report {report!r} and means {means!r}, expected partial losses by name, and "
             "(sum, count) by name"
         )
     names = [*report, *means]
-    taken = {
-        name
-        for name in names
-        if not isinstance(name, str) or names.count(name) > 1 or name.startswith("lossagg/")
-    }
+    taken = set()
+    for name in names:
+        if not isinstance(name, str) or names.count(name) > 1 or name.startswith("lossagg/"):
+            taken.add(name)
     if taken:
         raise ContractError(
             f"got the reported names {sorted(map(str, taken))}, expected strings, each once and "
@@ -127,16 +126,25 @@ def check_scalar(name: str, value: Tensor) -> None:
         )
 
 
-def _report(name: str, partial_loss: Tensor, scaling: Scaling, one: Tensor) -> Tensor:
-    """Make a pair whose sums over the step divide to the sum of the partial losses.
+def _pairs(
+    sums: Mapping[str, Tensor],
+    constants: Mapping[str, float],
+    scaling: Scaling,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Make pairs whose sums over the step divide to the sum of each, and to each constant.
 
-    ``one``: a 1 that serves for all reports of its type and device.
+    All are views of one tensor ``[pairs, 2]``, in the widest dtype of the sums.
     """
-    check_scalar(name, partial_loss)
-    value = _widened(partial_loss.detach())
-    if (one.dtype, one.device) != (value.dtype, value.device):
-        one = torch.ones_like(value)
-    return torch.stack([value * scaling.report_factor, one])
+    names = [*sums, *constants]
+    if not sums:
+        return {}
+    sum_N = torch.stack([moved(_widened(value.detach()), device) for value in sums.values()])
+    pair_N2 = sum_N.new_ones((len(names), 2))
+    torch.mul(sum_N, scaling.report_factor, out=pair_N2[: len(sums), 0])
+    for place, constant in enumerate(constants.values(), start=len(sums)):
+        pair_N2[place, :1].fill_(constant)
+    return dict(zip(names, pair_N2.unbind(), strict=True))
 
 
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:

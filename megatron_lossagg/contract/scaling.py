@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Literal
 
 __all__ = [
@@ -71,7 +72,7 @@ class Scaling:
             return self.report_factor
         return max(int(self.active_tokens or 0), 1)
 
-    @property
+    @cached_property
     def report_factor(self) -> int:
         """M DP CP: a report ``[partial loss * M DP CP, 1]`` comes out as the step's loss.
 

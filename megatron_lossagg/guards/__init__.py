@@ -16,6 +16,7 @@ from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.num_tokens import NumTokens
+from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
 from megatron_lossagg.guards.split import Split
 from megatron_lossagg.guards.token_weights import TokenWeights
@@ -30,6 +31,7 @@ GUARDS: tuple[type[Guard], ...] = (
     NumTokens,
     Finalized,
     Ownership,
+    Outcome,
 )
 """In the order in which they look."""
 

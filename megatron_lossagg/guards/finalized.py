@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_lossagg.contract.finalize import hook_of, is_same_function, own_finalize
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["Finalized"]
 
@@ -44,12 +43,9 @@ class Finalized(Guard):
             return None
         return cls(own_finalize(config), is_needed=is_per_token or not is_alone)
 
-    def on_outputs(
-        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
-    ) -> None:
+    def on_first_outputs(self, step: StepFacts) -> None:
         """Look, before the first loss, who runs loss_func."""
-        if step.tracker.is_at_start:
-            self._is_in_schedule = _is_in_schedule()
+        self._is_in_schedule = _is_in_schedule()
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Note that it ran."""

@@ -130,9 +130,15 @@ class GradientAudit(Guard):
         self._check_gradient(step, loss, must_train=has_tokens or bool(can_be_trained))
         if step.forward_only:
             return
-        terms = [term for term in self._pending if term.is_of(microbatch, sequences)]
-        self._pending = [term for term in self._pending if term not in terms]
-        self._returned |= {microbatch, *(term.microbatch for term in terms)}
+        terms: list[Term] = []
+        pending, self._pending = self._pending, []
+        self._returned.add(microbatch)
+        for term in pending:
+            if term.is_of(microbatch, sequences):
+                terms.append(term)
+                self._returned.add(term.microbatch)
+            else:
+                self._pending.append(term)
         if has_tokens:
             value = loss.detach()
             call = Call(

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["GradientBuffers"]
 
@@ -44,14 +43,11 @@ class GradientBuffers(Guard):
         """Make it for a training step."""
         return None if step.forward_only else cls(step.calls, step.accumulates)
 
-    def on_outputs(
-        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
-    ) -> None:
+    def on_first_outputs(self, step: StepFacts) -> None:
         """Look at the buffers before the first loss of a pass."""
-        if step.tracker.is_at_start:
-            counts = dict(_nonzero(step))
-            found = partial(self._found, list(counts))
-            step.plan.state.faults.record(list(counts.values()), found, error=ContractError)
+        counts = dict(_nonzero(step))
+        found = partial(self._found, list(counts))
+        step.plan.state.faults.record(list(counts.values()), found, error=ContractError)
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Look once more: the loop may zero gradients before it leaves the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.outputs import Outputs
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Guard", "ScheduleCalls", "StepFacts", "is_in_backward"]
+__all__ = ["Guard", "Listeners", "ScheduleCalls", "StepFacts", "is_in_backward"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,6 +47,8 @@ class StepFacts:
     accumulates: bool | int
     """How many schedule calls the optimizer step has; False is one, True any number."""
     calls: ScheduleCalls
+    is_weighed: bool = False
+    """Whether the weights that arrive at the model's losses are compared in this step."""
 
     @property
     def config(self) -> Any:
@@ -85,13 +86,13 @@ class Guard:
     ) -> None:
         """A reducer of the step's plan has made a partial loss, or a shadow's."""
 
+    def on_first_outputs(self, step: StepFacts) -> None:
+        """``mb.outputs`` is called for the first time in a pass over the step."""
+
     def on_outputs(
         self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
     ) -> None:
         """``mb.outputs`` gets the loss of a microbatch, and the coefficient that it declares."""
-
-    def on_return(self, step: StepFacts, returned: Outputs) -> None:
-        """``mb.outputs`` returns what loss_func returns."""
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Megatron finalizes the gradients, in a training step; this rank's num_tokens."""
@@ -106,6 +107,42 @@ class Guard:
     def recorded(self) -> Mapping[str, Any]:
         """Return what the step's line in ``Options.record`` gets, once faults have been read."""
         return {}
+
+
+class Listeners:
+    """The guards of a step, and which of them hears an event: those that override its method.
+
+    Looked up once a step. It keeps the step's facts, and not the step.
+    """
+
+    def __init__(self, guards: Sequence[Guard], facts: StepFacts) -> None:
+        self._facts = facts
+        self._heard = {event: _heard(guards, event) for event in _EVENTS}
+
+    def tell(self, event: str, *details: Any) -> None:
+        """Tell them of an event."""
+        for hears in self._heard[event]:
+            hears(self._facts, *details)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def reduced(self, reducer: Reducer, losses: Tensor, partial_loss: Tensor) -> None:
+        """Tell them of ``on_reduce``; a compiled loss_func may call a reducer as it is."""
+        for hears in self._heard["on_reduce"]:
+            hears(self._facts, reducer, losses, partial_loss)
+
+
+_EVENTS = (
+    *("on_microbatch", "on_reduce", "on_first_outputs", "on_outputs"),
+    "on_finalize",
+)
+
+
+def _heard(guards: Sequence[Guard], event: str) -> list[Callable[..., None]]:
+    return [
+        getattr(guard, event)
+        for guard in guards
+        if getattr(type(guard), event) is not getattr(Guard, event)
+    ]
 
 
 def is_in_backward() -> bool:

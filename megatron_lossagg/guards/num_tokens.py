@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_lossagg.contract.outputs import Outputs
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["NumTokens"]
 
@@ -25,10 +25,9 @@ class NumTokens(Guard):
         "per-token: num_tokens that loss_func changed or dropped, two schedule calls in one step, "
         "two steps at once"
     )
-    costs = "one copy of a scalar a microbatch"
 
     def __init__(self) -> None:
-        self._returned: list[Tensor] = []
+        self._returned: list[int] = []
 
     @classmethod
     def of(cls, step: StepFacts) -> NumTokens | None:
@@ -36,25 +35,27 @@ class NumTokens(Guard):
         is_divided = step.scaling.loss_scaling == "per_token" and not step.forward_only
         return cls() if is_divided else None
 
-    def on_return(self, step: StepFacts, returned: Outputs) -> None:
-        """Note what loss_func is to return for a microbatch; a copy, which nobody changes."""
-        self._returned.append(returned[1].clone())
+    def on_outputs(
+        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
+    ) -> None:
+        """Note what loss_func is to return for a microbatch."""
+        counted, cp_rank = reducer.counted_tokens, step.groups.cp_rank
+        self._returned.append(step.scaling.num_tokens(counted, cp_rank))
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Compare; the values are read when the step finishes."""
         returned, self._returned = self._returned, []
-        describe = partial(_describe, len(returned), step.scaling.num_microbatches)
+        describe = partial(_describe, returned, step.scaling.num_microbatches)
         # A copy: Megatron reduces num_tokens over ranks in place.
         found = torch.zeros(()) if num_tokens is None else num_tokens.clone()
-        faults = step.plan.state.faults
-        faults.record([found, *returned], describe, error=ContractError)
+        step.plan.state.faults.record([found], describe, error=ContractError)
 
 
-def _describe(num_returned: int, num_microbatches: int, values: list[float]) -> str:
-    found, *returned = map(int, values)
-    if num_returned != num_microbatches:
+def _describe(returned: list[int], num_microbatches: int, values: list[float]) -> str:
+    found = int(values[0])
+    if len(returned) != num_microbatches:
         return (
-            f"the schedule divided gradients after {num_returned} of the {num_microbatches} "
+            f"the schedule divided gradients after {len(returned)} of the {num_microbatches} "
             "microbatches of the step: run all of them in one schedule call"
         )
     if found != sum(returned):

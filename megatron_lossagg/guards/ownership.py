@@ -47,8 +47,8 @@ class Ownership(Guard):
         "with different weights, a rank that failed by itself"
     )
     costs = (
-        "at most seven operations over sequences a microbatch; one all-gather of 40 KiB a step "
-        "over the context-parallel group"
+        "operations over the sequences of a step at its end; one all-gather of 40 KiB a step over "
+        "the context-parallel group"
     )
 
     def __init__(self, num_sequences: int) -> None:
@@ -62,7 +62,7 @@ class Ownership(Guard):
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
     ) -> None:
-        """Note what this rank trains of each sequence; no host sync."""
+        """Note what this rank trains of each sequence; no operation."""
         self._trained.add(reducer.microbatch)
 
     def together(self, step: StepFacts, *, has_failed: bool) -> None:

@@ -45,6 +45,9 @@ class Split(Guard):
         "that needs whole sequences, of which ranks count parts"
     )
 
+    def __init__(self) -> None:
+        self._checked: Layout | None = None
+
     def on_microbatch(self, step: StepFacts, layout: Layout) -> None:
         """Check the layout of a microbatch."""
         groups = step.groups
@@ -61,11 +64,13 @@ class Split(Guard):
                 "mask and losses that are sliced already; or gathered(sums_gradients=True), if "
                 "losses are gathered and the backward pass sums their gradients over the ranks"
             )
+        self._checked = layout
 
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
     ) -> None:
         """Check a reducer's mode, and the layout of what is trained; a metric may have any."""
-        check_parts(step.groups, reducer.plan.aggregation)
-        if partial_loss.requires_grad:
+        if step.groups.is_dynamic:
+            check_parts(step.groups, reducer.plan.aggregation)
+        if partial_loss.requires_grad and reducer.layout is not self._checked:
             self.on_microbatch(step, reducer.layout)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.microbatch import Microbatch
-from megatron_lossagg.reduction.segments import PADDING
+from megatron_lossagg.reduction.segments import PADDING, SegmentSums, held_sums
 
 __all__ = ["TrainedTokens"]
 
 
 class _Tally:
-    """A number of each sequence on this rank.
+    """A number of each sequence on this rank; summed when it is asked for.
 
     If several masks over one sequence are noted, the one that trains most counts, so running a
     microbatch again changes nothing.
@@ -24,29 +23,34 @@ class _Tally:
 
     def __init__(self, num_sequences: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._value_S: dict[torch.device, Tensor] = {}
+        self._noted: dict[torch.device, list[tuple[SegmentSums, Ints]]] = {}
         self._is_noted_S = np.zeros(num_sequences, dtype=bool)
 
-    def lacks(self, sequences: Ints) -> npt.NDArray[np.bool_]:
-        """Say of each sequence whether nothing was noted of it."""
-        return ~self._is_noted_S[sequences]
-
-    def add(self, sequences: Ints, values: Tensor) -> None:
-        """Note a microbatch's ``values``, ``[len(sequences)]``; no host sync."""
-        device = values.device
-        if device not in self._value_S:
-            size = len(self._is_noted_S)
-            self._value_S[device] = torch.zeros(size, dtype=self.dtype, device=device)
-        value_S, index = self._value_S[device], from_numpy(sequences, device)
-        value_S.index_copy_(0, index, torch.maximum(value_S[index], values.to(self.dtype)))
-        self._is_noted_S[sequences] = True
+    def add(self, sums: SegmentSums, sequences_G: Ints, *, only_new: bool) -> None:
+        """Note a microbatch; ``only_new``: nothing of a sequence that was noted. No operation."""
+        is_sequence_G = sequences_G != PADDING
+        if only_new:
+            is_sequence_G[is_sequence_G] = ~self._is_noted_S[sequences_G[is_sequence_G]]
+        if is_sequence_G.any():
+            sequences_G = np.where(is_sequence_G, sequences_G, PADDING)
+            self._noted.setdefault(sums.at_N.device, []).append((sums, sequences_G))
+            self._is_noted_S[sequences_G[is_sequence_G]] = True
 
     def of_sequences(self) -> Tensor | None:
-        """Return ``[S]``; None if nothing was noted."""
-        found = list(self._value_S.values())
+        """Return ``[S]``; None if nothing was noted. No host sync."""
+        found = [self._on(device) for device in self._noted]
         if not found:
             return None
         return torch.stack([moved(value_S, found[0].device) for value_S in found]).amax(dim=0)
+
+    def _on(self, device: torch.device) -> Tensor:
+        noted = self._noted[device]
+        sequences = np.concatenate([sequences_G for _, sequences_G in noted])
+        rows = from_numpy(np.flatnonzero(sequences != PADDING), device)
+        index = from_numpy(sequences[sequences != PADDING], device)
+        sums = held_sums([sums for sums, _ in noted]).to(self.dtype)[rows]
+        value_S = torch.zeros(len(self._is_noted_S), dtype=self.dtype, device=device)
+        return value_S.scatter_reduce_(0, index, sums, "amax")
 
 
 class TrainedTokens:
@@ -68,22 +72,16 @@ class TrainedTokens:
         return self.own, self.whole, self.own_weights, self.whole_weights
 
     def add(self, microbatch: Microbatch) -> None:
-        """Note what this rank trains of each sequence of a microbatch; no host sync.
+        """Note what this rank trains of each sequence of a microbatch; no operation.
 
         Where the framework slices the mask, and of gathered losses, each rank weighs its part by a
         mask of its own: every call of a reducer is noted. A whole mask should be the other ranks'
         too; of several over one sequence the first is noted.
         """
-        layout, sequences = microbatch.segments.layout, microbatch.segments.own_sequences
-        index = np.flatnonzero(microbatch.segments.sequences != PADDING)
-        tally, weight_tally = self.own, self.own_weights
-        if not (layout.is_local or layout.is_gathered):
-            tally, weight_tally = self.whole, self.whole_weights
-            is_new = tally.lacks(sequences)
-            if not is_new.any():
-                return
-            index, sequences = index[is_new], sequences[is_new]
-        index_G = from_numpy(index, microbatch.trained.device)
-        tally.add(sequences, microbatch.trained[index_G])
+        segments = microbatch.segments
+        is_own = segments.layout.is_local or segments.layout.is_gathered
+        tally = self.own if is_own else self.whole
+        tally.add(microbatch.trained, segments.sequences, only_new=not is_own)
         if microbatch.trained_weights is not None:
-            weight_tally.add(sequences, microbatch.trained_weights[index_G])
+            tally = self.own_weights if is_own else self.whole_weights
+            tally.add(microbatch.trained_weights, segments.sequences, only_new=not is_own)

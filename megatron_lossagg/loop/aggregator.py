@@ -22,6 +22,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.agreement import agree
 from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
+from megatron_lossagg.guards.outcome import WeighedSteps
 from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.read_run import aggregation_of, agree_further, read_run
@@ -113,6 +114,7 @@ class LossAggregator:
         self.loss_scaling: LossScaling = self._run.loss_scaling
         self._latest: Step | None = None
         self._calls = ScheduleCalls()
+        self._weighed_steps = WeighedSteps()
         self._hook: ScheduleHook | None = None
         follows = self.options.side_losses == "follow"
         self.note = note_on_side_losses(self._run.config, self.loss_scaling, follows=follows)
@@ -337,6 +339,7 @@ class LossAggregator:
             shadows=self.options.shadows,
             follows=self.options.side_losses == "follow",
             recorder=None if forward_only else self._recorder(iteration),
+            is_weighed=not forward_only and self._weighed_steps.has_next(plan, num_microbatches),
         )
         if plan is not None:
             plan.state.is_stepped |= not forward_only

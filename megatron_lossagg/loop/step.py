@@ -29,7 +29,14 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import (
+    Guard,
+    Listeners,
+    ScheduleCalls,
+    StepFacts,
+    is_in_backward,
+)
+from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -74,7 +81,12 @@ class MicrobatchLoss:
         """
         reducer = self._reducer if aggregation is None else self._reducer.under(aggregation)
         partial_loss = reducer(losses)
-        if not self._shadows and reducer.plan.aggregation == self._reducer.plan.aggregation:
+        shadows = self._step.shadows
+        if (
+            shadows
+            and not self._shadows
+            and reducer.plan.aggregation == self._reducer.plan.aggregation
+        ):
             self._shadows = self._shadowed(losses)
         return partial_loss
 
@@ -113,7 +125,8 @@ class MicrobatchLoss:
         report, means = report or {}, means or {}
         check_reported(report, means)
         made = self._step._outputs(loss, self._reducer, report, means, coefficient)
-        made[2].update(shadow_reports(self._shadows, self._step.scaling))
+        if self._shadows:
+            made[2].update(shadow_reports(self._shadows, self._step.scaling))
         return made
 
     @_untraced
@@ -154,6 +167,7 @@ class Step:
         follows: bool = False,
         recorder: StepRecorder | None = None,
         is_guarded: bool = True,
+        is_weighed: bool = False,
     ) -> None:
         self.num_microbatches = num_microbatches
         """M of this schedule call."""
@@ -194,6 +208,7 @@ class Step:
                 forward_only=forward_only,
                 accumulates=accumulates,
                 calls=calls or ScheduleCalls(),
+                is_weighed=is_weighed and not forward_only,
             )
             self._watch(self._facts, is_guarded=is_guarded)
 
@@ -201,9 +216,10 @@ class Step:
         """Let the guards hear of reducers and of the finalize function."""
         if is_guarded:
             self._guards = guards_of(facts)
-        facts.plan.state.begin(partial(_tell, self._guards, "on_reduce", facts))
+        self._listeners = Listeners(self._guards, facts)
+        facts.plan.state.begin(self._listeners.reduced)
         if is_guarded and not self.forward_only:
-            told = partial(_tell, self._guards, "on_finalize", facts)
+            told = partial(self._listeners.tell, "on_finalize")
             self._finalize = FinalizeHook(facts.config, told)
             # A step that is given up without its end is collected.
             weakref.finalize(self, self._finalize.end)
@@ -242,6 +258,15 @@ class Step:
         return 1 if self._plan is None else self.scaling.k
 
     @property
+    def outcome(self) -> str:
+        """With which weights the model's losses were trained, if this step was weighed.
+
+        Empty before the step has finished, and if the model returns no loss per token.
+        """
+        weighed = (guard.said for guard in self._guards if isinstance(guard, Outcome))
+        return next(weighed, "")
+
+    @property
     def is_left_open(self) -> bool:
         """Whether loss_func ran for it, on this rank, and nothing has finished it."""
         return self._tracker.num_calls > 0 and not self.is_finished
@@ -269,10 +294,10 @@ class Step:
         ``sequences``, ``cu_seqlens`` and ``lengths`` on CUDA.
         """
         plan = self.plan  # which stages without counts do not have
-        given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
-        if len(given) != 1:
+        num_given = (cu_seqlens is not None) + (lengths is not None) + (layout is not None)
+        if num_given != 1:
             raise ContractError(
-                f"got {len(given)} of cu_seqlens=, lengths= and layout=: pass exactly one of them, "
+                f"got {num_given} of cu_seqlens=, lengths= and layout=: pass exactly one of them, "
                 "which says which tokens this rank holds"
             )
         if cu_seqlens is not None:
@@ -280,7 +305,7 @@ class Step:
         elif lengths is not None:
             layout = self._groups.local(lengths)
         assert layout is not None
-        self._tell("on_microbatch", layout)
+        self._listeners.tell("on_microbatch", layout)
         reducer = plan.reducer(sequences, mask, layout, token_weights=token_weights)
         if positions is not None:
             found = reducer.microbatch
@@ -288,17 +313,13 @@ class Step:
             check_positions(positions, found.keep, found.segments, past_end, faults)
         return MicrobatchLoss(self, reducer)
 
-    def _tell(self, event: str, *details: Any) -> None:
-        """Tell each guard of an event of this step."""
-        _tell(self._guards, event, self._facts, *details)
-
     def _note_shadows(
         self, reducer: Reducer, losses: Tensor, shadows: Mapping[str, Tensor]
     ) -> None:
         """Note a microbatch that only shadows are reported of."""
         self._tracker.add(reducer.microbatch.segments.own_sequences)
         for partial_loss in shadows.values():
-            self._tell("on_reduce", reducer, losses, partial_loss)
+            self._listeners.tell("on_reduce", reducer, losses, partial_loss)
 
     def _outputs(
         self,
@@ -319,14 +340,13 @@ class Step:
         cp_rank = self._groups.cp_rank
         is_recomputed = is_in_backward()  # a checkpoint calls loss_func again
         if not is_recomputed:
-            self._tell("on_outputs", reducer, loss, coefficient)
+            if self._tracker.is_at_start:
+                self._listeners.tell("on_first_outputs")
+            self._listeners.tell("on_outputs", reducer, loss, coefficient)
             self._tracker.add(reducer.microbatch.segments.own_sequences)
             if self._recorder is not None:
                 self._recorder.add(reducer, is_first=self._tracker.num_calls == 1)
-        made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
-        if not is_recomputed:
-            self._tell("on_return", made)
-        return made
+        return outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
 
     def _detached(self, loss: Tensor) -> Tensor:
         """Detach an evaluation's loss; a schedule that trains it is refused when it finalizes."""
@@ -376,10 +396,3 @@ class Step:
             self.side_losses.end()
         if self._plan is not None:
             self._plan.state.end()
-
-
-@_untraced
-def _tell(guards: Sequence[Guard], event: str, facts: StepFacts, *details: Any) -> None:
-    """Tell the guards of an event; without the step, which nobody keeps alive by this."""
-    for guard in guards:
-        getattr(guard, event)(facts, *details)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_lossagg.errors import LossAggregationError, ReducerError
 
@@ -18,10 +21,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Describe", "Faults", "first_time", "looks_again", "warn_once"]
+__all__ = ["Describe", "DescribeArrays", "Faults", "first_time", "looks_again", "warn_once"]
 
 Describe = Callable[[list[float]], str]
 """From a check's values to a message; empty if they are not a fault."""
+DescribeArrays = Callable[[list[npt.NDArray[Any]]], str]
+"""The same, from the values of tensors; each array is flat."""
 
 _warned: set[str] = set()
 
@@ -48,7 +53,7 @@ class Faults:
     """The results of a step's checks that are still on a device, in the order of the checks."""
 
     def __init__(self) -> None:
-        self._recorded: list[tuple[list[Tensor], Describe, type[LossAggregationError]]] = []
+        self._recorded: list[tuple[list[Tensor], DescribeArrays, type[LossAggregationError]]] = []
 
     def check_or_record(
         self,
@@ -68,6 +73,16 @@ class Faults:
         elif not seems_right() and (fault := describe([value.item() for value in values()])):
             raise ReducerError(fault)
 
+    def compare(self, found: list[Tensor], describe: DescribeArrays) -> None:
+        """Describe tensors of one device: on the CPU now, else when the step's faults are read.
+
+        On the CPU ``describe`` gets their memory. Raises :class:`ReducerError`.
+        """
+        if found[0].device.type != "cpu":
+            self._keep(found, describe, ReducerError)
+        elif fault := describe([one.numpy() for one in found]):
+            raise ReducerError(fault)
+
     def record(
         self,
         values: list[Tensor],
@@ -79,7 +94,12 @@ class Faults:
 
         No operation, no host sync.
         """
-        self._recorded.append(([value.detach() for value in values], describe, error))
+        self._keep(values, partial(_of_numbers, describe), error)
+
+    def _keep(
+        self, found: list[Tensor], describe: DescribeArrays, error: type[LossAggregationError]
+    ) -> None:
+        self._recorded.append(([one.detach() for one in found], describe, error))
 
     def raise_first(self) -> None:
         """Raise the first fault, if there is one, and forget them all.
@@ -87,24 +107,31 @@ class Faults:
         One host sync for each device that something was recorded on.
         """
         recorded, self._recorded = self._recorded, []
-        read = _read([value for values, _, _ in recorded for value in values])
-        found = [(describe([next(read) for _ in vs]), error) for vs, describe, error in recorded]
-        for message, error in found:
+        read = _read([one for found, _, _ in recorded for one in found])
+        messages = [
+            (describe([next(read) for _ in kept]), error) for kept, describe, error in recorded
+        ]
+        for message, error in messages:
             if message:
                 raise error(message)
 
 
-def _read(values: list[Tensor]) -> Iterator[float]:
-    """Read 0-dim tensors in their order, in one go per device."""
+def _of_numbers(describe: Describe, found: list[npt.NDArray[Any]]) -> str:
+    return describe([float(one) for value in found for one in value])
+
+
+def _read(found: list[Tensor]) -> Iterator[npt.NDArray[np.float64]]:
+    """Read tensors in their order, flat and in float64, in one go per device."""
     import torch
 
     groups: dict[torch.device, dict[torch.dtype, list[int]]] = {}
-    for index, value in enumerate(values):
-        groups.setdefault(value.device, {}).setdefault(value.dtype, []).append(index)
-    read = [0.0] * len(values)
+    for index, one in enumerate(found):
+        groups.setdefault(one.device, {}).setdefault(one.dtype, []).append(index)
+    read: dict[int, npt.NDArray[np.float64]] = {}
     for by_dtype in groups.values():
-        stacks = [torch.stack([values[i] for i in indices]) for indices in by_dtype.values()]
-        numbers = torch.cat([stack.double() for stack in stacks]).tolist()
-        for index, number in zip(chain(*by_dtype.values()), numbers, strict=True):
-            read[index] = number
-    return iter(read)
+        parts = [torch.cat([found[i].reshape(-1) for i in part]) for part in by_dtype.values()]
+        order = [index for part in by_dtype.values() for index in part]
+        ends = np.cumsum([found[index].numel() for index in order])
+        numbers = torch.cat([part.double() for part in parts]).cpu().numpy()
+        read.update(zip(order, np.split(numbers, ends[:-1]), strict=True))
+    return iter([read[index] for index in range(len(found))])

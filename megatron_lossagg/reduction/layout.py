@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Layout:
         for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
             array.flags.writeable = False  # all holders share it
 
-    @property
+    @cached_property
     def num_segments(self) -> int:
         """Number of segments, padding sequences included."""
         return len(self.offset_G1) - 1
@@ -100,6 +100,11 @@ class Layout:
         """Number of tokens this rank holds."""
         return int(self.length_R.sum())
 
+    @cached_property
+    def holds_whole_mask(self) -> bool:
+        """Whether all positions of the mask are this rank's."""
+        return self.cp_size == 1 or self.is_local
+
     @property
     def local_lengths(self) -> Ints:
         """Number of tokens of each segment that this rank holds: int64 ``[num_segments]``."""
@@ -109,6 +114,8 @@ class Layout:
     @cached_property
     def interval(self) -> slice | None:
         """This rank's tokens as one slice of the mask; None if they are not one interval."""
+        if self.holds_whole_mask:
+            return slice(0, self.num_tokens)
         shift_R = self._shift_R
         if len(shift_R) and (shift_R != shift_R[0]).any():
             return None
@@ -131,6 +138,8 @@ class Layout:
         Unpacked sequences: it is ``[b, s]``, and ``[b, s / CP]`` of what this rank holds. Packed
         sequences: it has two dimensions, and each of its rows begins with a segment.
         """
+        if len(shape) < 2:
+            return True
         sizes = [size for size in shape if size != 1]
         if len(sizes) < 2 or 0 in sizes:
             return True
@@ -209,8 +218,10 @@ class Layout:
             chunk_G = length_G // (2 * cp_size)
             starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
             lengths = [chunk_G, chunk_G]
-        layout = _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
-        return replace(layout, allows_tail=True, is_whole=True, split="zigzag")
+        runs = starts, lengths, cp_size, cp_rank
+        return _of_runs(
+            "thd_zigzag", offset_G1, *runs, allows_tail=True, is_whole=True, split="zigzag"
+        )
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -245,10 +256,8 @@ class Layout:
                 "buffer, end cu_seqlens at its end, and pass -1 as the sequence of that segment"
             )
         held_G1 = np.clip(offset_G1, cp_rank * size, (cp_rank + 1) * size)
-        layout = _of_runs(
-            "thd_contiguous", offset_G1, [held_G1[:-1]], [np.diff(held_G1)], cp_size, cp_rank
-        )
-        return replace(layout, is_whole=True, split="contiguous")
+        runs = [held_G1[:-1]], [np.diff(held_G1)], cp_size, cp_rank
+        return _of_runs("thd_contiguous", offset_G1, *runs, is_whole=True, split="contiguous")
 
     @staticmethod
     def bshd_contiguous(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -265,11 +274,16 @@ class Layout:
                 f"sequences of {seq_length} tokens are not a multiple of CP = {cp_size}: pad them"
             )
         start_G = offset_G1[:-1] + cp_rank * size
-        layout = _of_runs(
-            "bshd_contiguous", offset_G1, [start_G], [np.full_like(start_G, size)], cp_size, cp_rank
-        )
+        runs = [start_G], [np.full_like(start_G, size)], cp_size, cp_rank
         shape = (batch_size, seq_length)
-        return replace(layout, batch_shape=shape, is_whole=True, split="contiguous")
+        return _of_runs(
+            "bshd_contiguous",
+            offset_G1,
+            *runs,
+            batch_shape=shape,
+            is_whole=True,
+            split="contiguous",
+        )
 
     @staticmethod
     def response_zigzag(
@@ -299,8 +313,9 @@ class Layout:
             hi_G = np.clip((k + 1) * chunk_G, first_logit_G, total_G - 1)
             starts.append(offset_G1[:-1] + lo_G - first_logit_G)
             lengths.append(hi_G - lo_G)
-        layout = _of_runs("response_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
-        return replace(layout, split="zigzag")
+        return _of_runs(
+            "response_zigzag", offset_G1, starts, lengths, cp_size, cp_rank, split="zigzag"
+        )
 
     @staticmethod
     def local(sequence_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
@@ -323,8 +338,8 @@ class Layout:
         check_cp(cp_size, cp_rank)
         check_lengths("sequence_lengths_here", length_G)
         offset_G1 = _offsets(length_G)
-        layout = _of_runs("local", offset_G1, [offset_G1[:-1]], [length_G], cp_size, cp_rank)
-        return replace(layout, is_local=True)
+        runs = [offset_G1[:-1]], [length_G]
+        return _of_runs("local", offset_G1, *runs, cp_size, cp_rank, is_local=True)
 
 
 def _chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
@@ -339,8 +354,12 @@ def _of_runs(
     lengths: list[Ints],
     cp_size: int,
     cp_rank: int,
+    **kind: Any,
 ) -> Layout:
-    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``."""
+    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``.
+
+    ``kind``: the layout's other fields.
+    """
     return Layout(
         name=name,
         offset_G1=offset_G1,
@@ -349,6 +368,7 @@ def _of_runs(
         segment_R=np.repeat(np.arange(len(offset_G1) - 1), len(starts)),
         cp_size=cp_size,
         cp_rank=cp_rank,
+        **kind,
     )
 
 

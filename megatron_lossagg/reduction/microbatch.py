@@ -29,7 +29,7 @@ from megatron_lossagg.reduction.checks.token_weights import check_token_weights
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.segments import PADDING, Segments, of_sequences
+from megatron_lossagg.reduction.segments import PADDING, Segments, SegmentSums, of_sequences
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
@@ -48,10 +48,10 @@ class Microbatch:
     """v_t of the same tokens, on the mask's device; None if the plan has none."""
     num_past_end: int
     """Mask positions past the last segment: as many losses may follow this rank's."""
-    trained: Tensor
-    """``[G]``: tokens of each segment that the mask trains and this rank holds."""
-    trained_weights: Tensor | None
-    """float64 ``[G]``: the sum of their weights; None if the plan has none."""
+    trained: SegmentSums
+    """Tokens that the mask trains."""
+    trained_weights: SegmentSums | None
+    """The sums of their weights, in float64; None if the plan has none."""
     identity: object = field(default_factory=object, init=False, repr=False)
     """Stands for this microbatch when its tensors must not be kept."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -86,11 +86,11 @@ class Microbatch:
             microbatch_of_sequence=planned.microbatch,
             rejects_tokens=plan.state.rejects_tokens,
         )
-        keep_T, trained_G = check_mask(mask_P, segments, faults)
-        weight_T, trained_weight_G = None, None
+        keep_T, trained = check_mask(mask_P, segments, faults)
+        weight_T, trained_weights = None, None
         if token_weights is not None:
             weight_P = checked_weights(token_weights, mask)
-            weight_T, trained_weight_G = check_token_weights(
+            weight_T, trained_weights = check_token_weights(
                 weight_P, mask_P, keep_T, segments, faults
             )
         return Microbatch(
@@ -98,12 +98,14 @@ class Microbatch:
             keep=keep_T,
             token_weights=weight_T,
             num_past_end=len(mask_P) - layout.num_tokens,
-            trained=trained_G,
-            trained_weights=trained_weight_G,
+            trained=trained,
+            trained_weights=trained_weights,
         )
 
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""
+        if device == self.keep.device:
+            return self.keep
         if device not in self._keep_on:
             self._keep_on[device] = moved(self.keep, device)
         return self._keep_on[device]
@@ -131,8 +133,10 @@ class Microbatch:
 
     def made_weights(self, aggregation: Aggregation) -> Tensor | None:
         """Return the weights of the tokens that were made first; None if none were."""
-        made = (weight_T for key, weight_T in self._weights.items() if key[0] == aggregation)
-        return next(made, None)
+        for (made_of, _, _), weight_T in self._weights.items():
+            if made_of == aggregation:
+                return weight_T
+        return None
 
     def _packed(
         self, weight_S: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
@@ -143,6 +147,6 @@ class Microbatch:
         weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
         if len(values) and PADDING not in self.segments.sequences and (values == values[0]).all():
             # Sequences without tokens train nothing, so one weight serves for all that is kept.
-            return torch.mul(keep_T, torch.tensor(weight_G.max(), dtype=dtype))
+            return torch.mul(keep_T, torch.from_numpy(np.array(weight_G.max())))
         weight_T = np.repeat(weight_G[layout.segment_R], layout.length_R)
         return from_numpy(weight_T, device).mul_(keep_T)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,7 +186,7 @@ class Reducer:
             weight_T = self.weights(dtype or torch.float32, self.microbatch.keep.device)
         return weight_T.sum().to(dtype or torch.float32)
 
-    @property
+    @cached_property
     def counted_tokens(self) -> int:
         """Active tokens of this microbatch by the plan's count, complete over CP."""
         return int(self.microbatch.segments.counted.sum())
@@ -199,5 +200,6 @@ class Reducer:
         return partial_loss, kept_T
 
     def _local_losses(self, x: Tensor) -> Tensor:
-        x_T = checked_losses(x, self.layout, self.microbatch.num_past_end)
-        return held(x_T, self.layout) if self.layout.is_gathered else x_T
+        layout = self.layout
+        x_T = checked_losses(x, layout, self.microbatch.num_past_end)
+        return held(x_T, layout) if layout.is_gathered else x_T

@@ -7,6 +7,7 @@ positions; S = sequences of the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,13 @@ from megatron_lossagg.reduction.layout import Layout
 
 __all__ = [
     "PADDING",
+    "SegmentSums",
     "Segments",
-    "cumulated",
     "held",
     "held_sums",
+    "of_last_positions",
+    "of_segments",
     "of_sequences",
-    "segment_sums",
 ]
 
 PADDING = -1
@@ -108,34 +110,70 @@ def held(value_P: Tensor, layout: Layout) -> Tensor:
     return torch.index_select(value_P, 0, from_numpy(index_T, value_P.device))
 
 
-def cumulated(value_P: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the cumulative sum, ``[P1]``: entry i is the sum of the first i values."""
-    sum_P1 = torch.empty(len(value_P) + 1, dtype=dtype, device=value_P.device)
-    sum_P1[:1].zero_()
-    torch.cumsum(value_P, dim=0, dtype=dtype, out=sum_P1[1:])
-    return sum_P1
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SegmentSums:
+    """What a cumulative sum over a mask's positions is at the ends of its segments and runs.
 
-
-def segment_sums(sum_P1: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Take each segment's sum out of a cumulative one, ``[G1]``: the last is of what follows them.
-
-    Also returns, ``[G2]``, the offsets between which each segment lies, and the mask's length.
+    One look-up in a microbatch; differences are taken when a step ends, or on the CPU.
     """
-    end_G2 = np.empty(len(layout.offset_G1) + 1, dtype=np.int64)
-    end_G2[:-1], end_G2[-1] = layout.offset_G1, len(sum_P1) - 1
-    on_device_G2 = from_numpy(end_G2, sum_P1.device)
-    sum_G2 = sum_P1[on_device_G2]
-    return sum_G2[1:] - sum_G2[:-1], on_device_G2
+
+    at_N: Tensor
+    """Sums before: the start of each segment, and the end of the last, ``[G1]``; the mask's end;
+    the last position of each segment, ``[G]``; the starts and the ends of runs, ``[2R]``."""
+    layout: Layout
+
+    @staticmethod
+    def of(value_P: Tensor, layout: Layout, dtype: torch.dtype) -> SegmentSums:
+        """Sum what is packed like the mask, in ``dtype``; no host sync."""
+        sum_P1 = torch.empty(len(value_P) + 1, dtype=dtype, device=value_P.device)
+        sum_P1[:1].zero_()
+        torch.cumsum(value_P, dim=0, dtype=dtype, out=sum_P1[1:])
+        end_G = layout.offset_G1[1:]
+        # An empty first segment has no last position; nothing reads what -1 looks up.
+        places = [layout.offset_G1, np.array([len(value_P)]), end_G - 1]
+        if not layout.holds_whole_mask:
+            places += [layout.start_R, layout.start_R + layout.length_R]
+        return SegmentSums(
+            at_N=sum_P1[from_numpy(np.concatenate(places), sum_P1.device)], layout=layout
+        )
+
+    def held_G(self) -> Tensor:
+        """Return the sum over what this rank holds of each segment, ``[G]``; no host sync."""
+        return held_sums([self])
 
 
-def held_sums(sum_P1: Tensor, whole_G: Tensor, layout: Layout) -> Tensor:
-    """Take the sums over what this rank holds of each segment out of a cumulative one, ``[G]``.
+def held_sums(sums: Sequence[SegmentSums]) -> Tensor:
+    """Return the sums over what this rank holds of the segments of microbatches, one by one.
 
-    ``whole_G``: those over whole segments, which are the same if the rank holds the whole mask.
+    Of one device. The number of operations does not depend on that of the microbatches.
     """
-    if layout.cp_size == 1 or layout.is_local:
-        return whole_G
-    ends_3R = np.stack([layout.start_R, layout.start_R + layout.length_R, layout.segment_R])
-    start_R, end_R, segment_R = from_numpy(ends_3R, sum_P1.device)
-    held_R = sum_P1[end_R] - sum_P1[start_R]
-    return torch.zeros_like(whole_G).index_add_(0, segment_R, held_R)
+    starts, ends, rows, at, row = [], [], [], 0, 0
+    for one in sums:
+        num_segments = one.layout.num_segments
+        if one.layout.holds_whole_mask:
+            starts.append(at + np.arange(num_segments))
+            ends.append(starts[-1] + 1)
+            rows.append(row + np.arange(num_segments))
+        else:
+            starts.append(at + 2 * num_segments + 2 + np.arange(len(one.layout.segment_R)))
+            ends.append(starts[-1] + len(one.layout.segment_R))
+            rows.append(row + one.layout.segment_R)
+        at, row = at + len(one.at_N), row + num_segments
+    found = torch.cat([one.at_N for one in sums])
+    index_3 = np.stack([np.concatenate(one) for one in (starts, ends, rows)])
+    start, end, of_row = from_numpy(index_3, found.device)
+    zeros = torch.zeros(row, dtype=found.dtype, device=found.device)
+    return zeros.index_add_(0, of_row, found[end] - found[start])
+
+
+def of_segments(at_N: npt.NDArray[Any], num_segments: int) -> npt.NDArray[Any]:
+    """Return each segment's sum, and that of what follows them, ``[G1]``."""
+    sum_G1: npt.NDArray[Any] = np.diff(at_N[: num_segments + 2])
+    return sum_G1
+
+
+def of_last_positions(at_N: npt.NDArray[Any], layout: Layout) -> npt.NDArray[Any]:
+    """Return the value at the last position of each segment that is not empty."""
+    end_G, last_G = at_N[1 : layout.num_segments + 1], at_N[layout.num_segments + 2 :]
+    value_G: npt.NDArray[Any] = end_G - last_G[: layout.num_segments]
+    return value_G[layout.offset_G1[1:] > layout.offset_G1[:-1]]

@@ -38,7 +38,7 @@ def checked_losses(x: Tensor, layout: Layout, num_past_end: int) -> Tensor:
             f"{layout.name} holds {num_losses} on CP rank {layout.cp_rank} of "
             f"{layout.cp_size}: pass the losses of {whose}, in its order"
         )
-    if not layout.is_in_rows(x.shape, is_local=not layout.is_gathered):
+    if x.dim() > 1 and not layout.is_in_rows(x.shape, is_local=not layout.is_gathered):
         raise ReducerError(
             f"got losses of shape {tuple(x.shape)}, and not each of their sequences begins "
             f"with a segment of the layout {layout.name}: pass them in the order of the "
@@ -77,16 +77,17 @@ def check_finite(
     On the CPU immediately, on a device when the step finishes. No host sync.
     """
 
-    def seems_finite() -> bool:
-        swallows = is_custom and not kept_T.isfinite().all()
-        return math.isfinite(partial_loss.item()) and not swallows
-
+    if (
+        kept_T.device.type == "cpu"
+        and math.isfinite(partial_loss.item())
+        and (not is_custom or kept_T.isfinite().all())  # which may swallow what is not
+    ):
+        return
     faults.check_or_record(
         kept_T.device,
         lambda: [partial_loss, *_extremes(kept_T)],
         # Of what names the tokens only: the weights and the mask may go before the step ends.
         partial(_describe, segments, is_custom),
-        seems_right=seems_finite,
     )
 
 

@@ -7,63 +7,51 @@ G2: and one or two more).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.faults import Faults, warn_once
+from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.segments import (
     PADDING,
     Segments,
-    cumulated,
+    SegmentSums,
     held,
-    held_sums,
-    segment_sums,
+    of_last_positions,
+    of_segments,
 )
 
 __all__ = ["check_mask", "first_of"]
 
 
-def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tensor, Tensor]:
+def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tensor, SegmentSums]:
     """Slice a mask and check it.
 
-    Returns the mask that this rank keeps, bool ``[T]``, and how many tokens that is of each
-    segment, ``[G]``: both come from the one cumulative sum that the check needs. Each rank checks
-    that the tokens it holds are 0 or 1; the context-parallel ranks together hold them all.
+    Returns the mask that this rank keeps, bool ``[T]``, and its sums: both the check and what this
+    rank trains come from one cumulative sum. Each rank checks that the tokens it holds are 0 or 1;
+    the context-parallel ranks together hold them all.
 
     Raises :class:`ReducerError`; for a CUDA mask when the step finishes. No collective, no host
     sync.
     """
-    layout, device = segments.layout, mask_P.device
-    value_T = held(mask_P, layout)
-    keep_T = value_T == 1
-    if mask_P.dtype != torch.bool and len(value_T):
-        faults.check_or_record(
-            device,
-            lambda: first_of(value_T != keep_T, value_T),
-            partial(_describe_value, segments),
-            seems_right=lambda: bool(value_T.count_nonzero() == keep_T.count_nonzero()),
-        )
-    selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
-    sum_P1 = cumulated(selected_P, torch.int32)
-    trained_G1, end_G2 = segment_sums(sum_P1, layout)
-    # Segment G is what follows the last one, and may train nothing.
-    missing_G1 = from_numpy(np.append(segments.counted, 0), device) - trained_G1
-    faults.check_or_record(
-        device,
-        lambda: [*missing_G1.min(dim=0), *missing_G1.max(dim=0)],
-        partial(_describe_counts, segments),
-        seems_right=lambda: not missing_G1.any(),
-    )
-    if layout.is_whole and layout.num_segments and len(mask_P):
-        # An empty first segment ends at 0: index -1 is the mask's last position, which is not
-        # trained if it follows the last segment, and is looked at anyway if it does not.
-        faults.check_or_record(
-            device, lambda: [selected_P[end_G2[1:-1] - 1].any()], _describe_shift
-        )
-    return keep_T, held_sums(sum_P1, trained_G1[:-1], layout).long()
+    value_T = held(mask_P, segments.layout)
+    is_bool = mask_P.dtype == torch.bool
+    keep_T = value_T == 1  # of a bool mask a copy, for the caller may use its memory again
+    has_all = len(keep_T) == len(mask_P)
+    sums = SegmentSums.of(keep_T if has_all else mask_P, segments.layout, torch.int32)
+    found = [sums.at_N]
+    if not is_bool:
+        found.append(value_T.count_nonzero())
+        if not has_all:
+            found.append(keep_T.count_nonzero())
+    # On the CPU a value is named; a device does not keep the mask until it is read.
+    values = (value_T, keep_T) if value_T.device.type == "cpu" else None
+    faults.compare(found, partial(_describe, segments, values))
+    return keep_T, sums
 
 
 def first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:
@@ -72,22 +60,45 @@ def first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:
     return [is_wrong, index, value_T.index_select(0, index.view(1)).view(())]
 
 
-def _describe_value(segments: Segments, values: list[float]) -> str:
-    """Describe a mask's value that is not 0 or 1."""
-    is_wrong, index, value = values
-    if not is_wrong:
-        return ""
-    position = segments.layout.positions[int(index)]
+def _describe(
+    segments: Segments,
+    values: tuple[Tensor, Tensor] | None,
+    found: list[npt.NDArray[Any]],
+) -> str:
+    """Describe values that are not 0 or 1, and then counts."""
+    at_N, *nonzero = found
+    num_segments = segments.layout.num_segments
+    if nonzero:
+        num = int(nonzero[0].item())
+        kept = int(nonzero[1].item() if len(nonzero) > 1 else at_N[num_segments + 1])
+        if num != kept:
+            return _describe_value(segments, num - kept, values)
+    missing_G1 = np.append(segments.counted, 0) - of_segments(at_N, num_segments)
+    if missing_G1.any() and (fault := _describe_counts(segments, missing_G1)):
+        return fault
+    if segments.layout.is_whole and of_last_positions(at_N, segments.layout).any():
+        _warn_of_shift()
+    return ""
+
+
+def _describe_value(segments: Segments, num: int, values: tuple[Tensor, Tensor] | None) -> str:
+    """Describe a mask's values that are not 0 or 1: the first, where it can be read."""
+    what = f"other numbers than 0 and 1 at {num} positions"
+    if values is not None:
+        value_T, keep_T = values
+        index = int((value_T != keep_T).nonzero()[0])
+        what = f"{value_T[index]:.9g} at position {segments.layout.positions[index]}"
     return (
-        f"{segments.mask_name} holds {value:.9g} at position {position}: a mask is 0 or 1; pass "
+        f"{segments.mask_name} holds {what}: a mask is 0 or 1; pass "
         "weights that the denominators count as token_weights= (--loss-aggregation-count "
         "weights), and multiply another coefficient (importance ratio) into the losses"
     )
 
 
-def _describe_counts(segments: Segments, values: list[float]) -> str:
+def _describe_counts(segments: Segments, missing_G1: Ints) -> str:
     """Describe a segment that trains other tokens than were counted."""
-    least, least_segment, most, most_segment = map(int, values)
+    least_segment, most_segment = int(missing_G1.argmin()), int(missing_G1.argmax())
+    least, most = int(missing_G1[least_segment]), int(missing_G1[most_segment])
     if least < 0 and least_segment == len(segments.sequences):
         return (
             f"{segments.mask_name} is 1 at {-least} positions past the last segment's end "
@@ -120,14 +131,12 @@ def _miscounted(segments: Segments, missing: int, segment: int) -> str:
     )
 
 
-def _describe_shift(values: list[float]) -> str:
-    """Warn if a segment's last position, which predicts a token outside of it, is trained."""
-    if any(values):
-        warn_once(
-            "shift",
-            "the mask is 1 at the last position of a segment, whose logit predicts a token "
-            "that the segment does not hold: mask[i] belongs to logit i, the prediction of "
-            "token i + 1; shift it before packing. Ignore this if each label is one token "
-            "longer than its sequence, as in pretraining data",
-        )
-    return ""
+def _warn_of_shift() -> None:
+    """Warn of a segment's last position, which predicts a token outside of it, and is trained."""
+    warn_once(
+        "shift",
+        "the mask is 1 at the last position of a segment, whose logit predicts a token "
+        "that the segment does not hold: mask[i] belongs to logit i, the prediction of "
+        "token i + 1; shift it before packing. Ignore this if each label is one token "
+        "longer than its sequence, as in pretraining data",
+    )

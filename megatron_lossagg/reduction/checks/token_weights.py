@@ -7,20 +7,23 @@ and one more).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_lossagg.reduction.checks.mask import first_of
-from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.faults import Faults
-from megatron_lossagg.reduction.segments import Segments, cumulated, held, held_sums, segment_sums
+from megatron_lossagg.reduction.segments import Segments, SegmentSums, held, of_segments
 
 __all__ = ["check_token_weights", "weight_slack"]
 
+_Sums = TypeVar("_Sums", Tensor, npt.NDArray[np.float64])
 
-def weight_slack(counted: Tensor, total: Tensor) -> Tensor:
+
+def weight_slack(counted: _Sums, total: _Sums) -> _Sums:
     """Return how far sums of weights may be from those counted.
 
     1e-6 of their own size, and 1e-10 of ``total``, from whose cumulative sum they are taken.
@@ -30,11 +33,11 @@ def weight_slack(counted: Tensor, total: Tensor) -> Tensor:
 
 def check_token_weights(
     weight_P: Tensor, mask_P: Tensor, keep_T: Tensor, segments: Segments, faults: Faults
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, SegmentSums]:
     """Slice token weights and check them.
 
-    Returns those of the tokens that this rank holds, ``[T]``, and the sum of those that are trained
-    of each segment, float64 ``[G]``. Raises :class:`ReducerError`; on CUDA when the step finishes.
+    Returns those of the tokens that this rank holds, ``[T]``, and the sums of those that are
+    trained, in float64. Raises :class:`ReducerError`; on CUDA when the step finishes.
     No collective, no host sync.
     """
     layout, device = segments.layout, mask_P.device
@@ -51,18 +54,9 @@ def check_token_weights(
             partial(_describe_weight, segments),
             seems_right=lambda: not is_wrong_T.any(),
         )
-    sum_P1 = cumulated(torch.where(mask_P == 1, weight_P, 0), torch.float64)
-    trained_G1, _ = segment_sums(sum_P1, layout)
-    assert segments.counted_weights is not None
-    counted_G1 = from_numpy(np.append(segments.counted_weights, 0.0), device)
-    missing_G1, slack_G1 = counted_G1 - trained_G1, weight_slack(counted_G1, sum_P1[-1])
-    faults.check_or_record(
-        device,
-        lambda: [*(missing_G1 + slack_G1).min(dim=0), *(missing_G1 - slack_G1).max(dim=0)],
-        partial(_describe_sums, segments),
-        seems_right=lambda: bool((missing_G1.abs() <= slack_G1).all()),
-    )
-    return weight_T, held_sums(sum_P1, trained_G1[:-1], layout)
+    sums = SegmentSums.of(torch.where(mask_P == 1, weight_P, 0), layout, torch.float64)
+    faults.compare([sums.at_N], partial(_describe_sums, segments))
+    return weight_T, sums
 
 
 def _describe_weight(segments: Segments, values: list[float]) -> str:
@@ -77,17 +71,27 @@ def _describe_weight(segments: Segments, values: list[float]) -> str:
     )
 
 
-def _describe_sums(segments: Segments, values: list[float]) -> str:
+def _describe_sums(segments: Segments, found: list[npt.NDArray[Any]]) -> str:
     """Describe a segment whose trained weights are not those counted."""
-    least, least_segment, most, most_segment = values
+    (at_N,) = found
+    num_segments = segments.layout.num_segments
+    assert segments.counted_weights is not None
+    counted_G1 = np.append(segments.counted_weights, 0.0)
+    if not np.isfinite(at_N).all():
+        return ""  # a weight is not finite, and was named
+    missing_G1 = counted_G1 - of_segments(at_N, num_segments)
+    slack_G1 = weight_slack(counted_G1, at_N[num_segments + 1])
+    least_segment = int((missing_G1 + slack_G1).argmin())
+    most_segment = int((missing_G1 - slack_G1).argmax())
+    least = (missing_G1 + slack_G1)[least_segment]
+    most = (missing_G1 - slack_G1)[most_segment]
     allows_fewer = segments.rejects_tokens or segments.is_sliced_by_framework
     if least >= 0 and (most <= 0 or allows_fewer):
         return ""
-    segment = int(most_segment if least >= 0 else least_segment)
+    segment = most_segment if least >= 0 else least_segment
     whose = f"{segments.rank_name}: the token weights of {segments}"
     if segment == len(segments.sequences):
         return f"{whose} are not 0 past the last segment's end"
-    assert segments.counted_weights is not None
     return (
         f"{whose} do not sum to what was counted: segment {segment} has "
         f"{'less' if least >= 0 else 'more'} than the "

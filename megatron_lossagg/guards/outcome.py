@@ -1,0 +1,294 @@
+"""Which weight each of the model's per-token losses was trained with, measured.
+
+If the model returns a loss per token, as with labels, what arrives there in the backward pass is
+compared with what a right step gives, for each token t that the mode weighs::
+
+    r_t = gradient / (K * schedule factor * loss scale * w_t * coefficient)
+
+It is 1 if the model's losses are what ``mb.reduce`` gets. Factors of the losses show in r_t:
+importance ratios and advantages, and what a ported loss_func divides by or detaches. So a value
+is no fault by itself; what no such factor explains is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.faults import looks_again, warn_once
+from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.reducer import Reducer
+
+__all__ = ["Outcome", "WeighedSteps"]
+
+_TOLERANCE = 1e-5
+_MOST_M = 8
+"""Numbers of microbatches for which a first step is weighed."""
+_log = logging.getLogger("megatron_lossagg")
+
+
+class WeighedSteps:
+    """Which training steps of a run are weighed.
+
+    Steps 1, 2, 4, ..., 64 and each 64th, the first under an aggregation, and the first with a
+    number of microbatches, for eight of these.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._aggregations: set[Aggregation] = set()
+        self._sizes: set[int] = set()
+
+    def has_next(self, plan: StepPlan | None, num_microbatches: int) -> bool:
+        """Whether the next training step is weighed; ``plan``: None if it has no loss here."""
+        if plan is None:
+            return False
+        self._number += 1
+        aggregation = plan.aggregation
+        is_new = aggregation not in self._aggregations
+        self._aggregations.add(aggregation)
+        if num_microbatches not in self._sizes and len(self._sizes) < _MOST_M:
+            self._sizes.add(num_microbatches)
+            is_new = True
+        return is_new or looks_again(self._number)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Output:
+    """What a model returned for a microbatch, without keeping it."""
+
+    numel: int
+    eps: float
+    arrived: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    """Gradients, each with the loss scale if there is one."""
+
+
+class _Listener:
+    """A forward hook of a chunk: the latest output that can be a loss per token."""
+
+    def __init__(self, config: Any) -> None:
+        self._scale = config.grad_scale_func
+        self._latest: _Output | None = None
+
+    def __call__(self, chunk: Any, inputs: Any, output: Any) -> None:
+        self._latest = None
+        if not isinstance(output, Tensor) or output.dim() > 2 or not output.is_floating_point():
+            return
+        node = output.grad_fn
+        if node is not None:
+            self._latest = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
+            node.register_prehook(partial(self._keep, self._latest, output.output_nr))
+
+    def taken(self) -> _Output | None:
+        """Return the latest output, once."""
+        latest, self._latest = self._latest, None
+        return latest
+
+    def _keep(self, output: _Output, number: int, gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            scale = self._scale
+            one = torch.ones((), device=gradient.device)
+            loss_scale = None if scale is None else scale(one).reshape(())
+            output.arrived.append((gradient.detach().clone(), loss_scale))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Microbatch:
+    output: _Output
+    reducer: Reducer
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The weights of a microbatch, relative to those of the mode."""
+
+    lowest: float
+    highest: float
+    lowest_kept: float
+    """Of those that are not 0."""
+    zero: int
+    """Tokens with a weight of 0 that the mode weighs."""
+    tokens: int
+    """Tokens that the mode weighs."""
+    counted: int
+    """Active tokens of its sequences."""
+
+    def is_all(self, value: float, tolerance: float) -> bool:
+        """Whether the weight of each token is a value."""
+        return max(abs(self.lowest - value), abs(self.highest - value)) <= tolerance * abs(value)
+
+
+class Outcome(Guard):
+    """Measure which weight each token of the model's output was trained with, in some steps.
+
+    Where the model returns a loss per token. It warns if tokens have all the same factor, each
+    that of its microbatch's tokens, or if some have none while the others are right.
+    """
+
+    catches = (
+        "as warnings, where the model returns a loss per token: losses that are multiplied, "
+        "divided by their microbatch's tokens, or partly detached before mb.reduce; in steps 1, "
+        "2, 4, ..., 64 and each 64th, and after the mode or the number of microbatches changed"
+    )
+    costs = "in these steps, the gradient of each loss until the step ends, and a pass over it"
+
+    def __init__(self, step: StepFacts) -> None:
+        self._listener = _Listener(step.config)
+        handle = step.chunks[-1].register_forward_hook(self._listener)
+        self._stop = weakref.finalize(self, handle.remove)
+        self._microbatches: dict[object, _Microbatch] = {}
+        self._said = ""
+
+    @classmethod
+    def of(cls, step: StepFacts) -> Outcome | None:
+        """Make it for a training step that is weighed."""
+        is_module = isinstance(step.chunks[-1], torch.nn.Module)
+        return cls(step) if step.is_weighed and is_module else None
+
+    @property
+    def said(self) -> str:
+        """What was measured, in a sentence; empty if nothing was."""
+        return self._said
+
+    def on_reduce(
+        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
+    ) -> None:
+        """Take the model's latest output, if it is as many losses as are reduced."""
+        is_own = reducer.plan.aggregation == step.plan.aggregation and reducer.custom is None
+        if not is_own or not partial_loss.requires_grad or is_in_backward():
+            return
+        output = self._listener.taken()
+        if output is not None and output.numel == losses.numel():
+            found = _Microbatch(output=output, reducer=reducer)
+            self._microbatches[reducer.microbatch.identity] = found
+
+    def on_outputs(
+        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
+    ) -> None:
+        """Note the coefficient that is declared."""
+        if (found := self._microbatches.get(reducer.microbatch.identity)) is not None:
+            found.coefficient = coefficient
+
+    def on_finish(self, step: StepFacts) -> str:
+        """Compare; the values are read with the step's faults."""
+        self._stop()
+        unit = step.scaling.k * step.scaling.schedule_factor
+        found = [(one, _ratios(one, unit)) for one in self._microbatches.values()]
+        read = [(one, values) for one, values in found if values]
+        if read:
+            counted = [one.reducer.counted_tokens for one, _ in read]
+            tolerance = max(_TOLERANCE, *(2 * one.output.eps for one, _ in read))
+            mode, state = step.plan.aggregation.mode, step.plan.state
+            describe = partial(self._describe, mode, counted, tolerance)
+            state.faults.record([value for _, values in read for value in values], describe)
+        self._microbatches = {}
+        return ""
+
+    def recorded(self) -> Mapping[str, Any]:
+        """Return the smallest and the largest weight over that of the mode, of this rank."""
+        return {"weights": self._ratios} if self._said else {}
+
+    def _describe(
+        self, mode: str, counted: list[int], tolerance: float, values: list[float]
+    ) -> str:
+        parts = zip(counted, zip(*[iter(values)] * 5, strict=True), strict=True)
+        found = [
+            _Found(
+                lowest=low,
+                highest=high,
+                lowest_kept=kept,
+                zero=int(zero),
+                tokens=int(tokens),
+                counted=of_microbatch,
+            )
+            for of_microbatch, (low, high, kept, zero, tokens) in parts
+            if tokens and abs(low) + abs(high) < float("inf")
+        ]
+        if not found:
+            return ""
+        lowest = min(one.lowest for one in found)
+        highest = max(one.highest for one in found)
+        self._ratios = [float(f"{lowest:.6g}"), float(f"{highest:.6g}")]
+        self._said = (
+            f"the model's losses of {sum(one.tokens for one in found)} tokens were trained with "
+            f"the weight of {mode}, times {lowest:.6f} to {highest:.6f}"
+        )
+        _log.info("rank %d: %s", dist.get_rank(), self._said)
+        _warn_of(mode, found, tolerance)
+        return ""
+
+
+def _ratios(one: _Microbatch, unit: float) -> list[Tensor]:
+    """Return of a microbatch the values of :class:`_Found`; empty if nothing arrived."""
+    arrived = [
+        gradient if scale is None else gradient / scale for gradient, scale in one.output.arrived
+    ]
+    if not arrived:
+        return []
+    gradient_T = torch.stack(arrived).sum(dim=0).reshape(-1)
+    dtype = torch.promote_types(gradient_T.dtype, torch.float32)
+    weight_T = one.reducer.weights(dtype, gradient_T.device)
+    if not len(weight_T):
+        return []
+    is_weighed_T = weight_T != 0
+    ratio_T = gradient_T[: len(weight_T)] / (weight_T * (unit * one.coefficient))
+    is_kept_T = is_weighed_T & (ratio_T != 0)
+    return [
+        torch.where(is_weighed_T, ratio_T, torch.inf).min(),
+        torch.where(is_weighed_T, ratio_T, -torch.inf).max(),
+        torch.where(is_kept_T, ratio_T, torch.inf).min(),
+        (is_weighed_T & ~is_kept_T).sum(),
+        is_weighed_T.sum(),
+    ]
+
+
+def _warn_of(mode: str, found: Sequence[_Found], tolerance: float) -> None:
+    """Warn, once per process, of weights that are not the mode's, and no factor of a token's."""
+    ends = "before mb.reduce; ignore this if that is meant"
+    tokens, zero = sum(one.tokens for one in found), sum(one.zero for one in found)
+    if all(one.is_all(1, tolerance) for one in found):
+        return
+    counts = [(one, count) for one in found for count in (one.tokens, one.counted)]
+    if all(
+        one.is_all(1 / one.tokens, tolerance) or one.is_all(1 / one.counted, tolerance)
+        for one in found
+        if one.counted
+    ):
+        number = next(c for one, c in counts if one.is_all(1 / c, tolerance))
+        warn_once(
+            "divided losses",
+            f"losses were divided by {number:g}, the active tokens of their microbatch, {ends}: "
+            "the weights hold every denominator",
+        )
+        return
+    first = found[0].lowest
+    if first and tokens > 1 and all(one.is_all(first, tolerance) for one in found):
+        warn_once(
+            "multiplied losses",
+            f"each token was trained with {first:.6g} times its weight of {mode}: the model's "
+            f"losses were multiplied by it {ends}",
+        )
+    elif zero and all(_is_right_but_for_zeros(one, tolerance) for one in found):
+        warn_once(
+            "detached losses",
+            f"{zero} of {tokens} tokens that {mode} counts were not trained, and the others were "
+            f"with their weight: the losses of these were detached or multiplied by 0 {ends}",
+        )
+
+
+def _is_right_but_for_zeros(one: _Found, tolerance: float) -> bool:
+    if one.zero == one.tokens:
+        return True
+    return abs(one.lowest_kept - 1) <= tolerance and abs(one.highest - 1) <= tolerance

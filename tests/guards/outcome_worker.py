@@ -1,0 +1,227 @@
+"""Steps whose weights are measured at the losses that a GPT returns, by Megatron's schedule."""
+
+import functools
+import logging
+import warnings
+
+import tiny_gpt
+import torch
+from check_runner import run_checks
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_lossagg import LossAggregator, Options
+from megatron_lossagg.guards.outcome import Outcome
+from megatron_lossagg.reduction import faults
+
+LENGTH, M = 8, 2
+MASKS = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
+ACTIVE = MASKS.sum(dim=1).tolist()
+
+
+def made(*, per_token, **config):
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token, **config))
+    chunk.config.finalize_model_grads_func = finalize_model_grads
+    return LossAggregator(chunk, "sample_mean", options=Options(probe=False))
+
+
+def forward_step(step, loss_func, asks_logits, iterator, model):
+    number = next(iterator)
+    seed = torch.Generator().manual_seed(number + 10 * parallel_state.get_data_parallel_rank())
+    tokens, labels = torch.randint(0, 16, (2, 1, LENGTH), generator=seed)
+    positions = torch.arange(LENGTH)[None]
+    output = model(tokens, positions, None, labels=None if asks_logits else labels)
+    return output, functools.partial(loss_func, step, number)
+
+
+def reduced(step, number, losses, **declared):
+    mb = step.microbatch([number], MASKS[number], cu_seqlens=[0, LENGTH])
+    partial_loss = mb.reduce(losses.view(-1))
+    return mb.outputs(partial_loss * declared.get("coefficient", 1), **declared)
+
+
+def as_it_is(step, number, output):
+    return reduced(step, number, output)
+
+
+def train(aggregator, loss_func=as_it_is, *, asks_logits=False):
+    """Train a step; return the step, its gradient, and what it warned of."""
+    (chunk,) = aggregator.chunks
+    chunk.zero_grad_buffer()
+    faults._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with aggregator.step(ACTIVE, num_microbatches=M) as step:
+            get_forward_backward_func()(
+                forward_step_func=functools.partial(forward_step, step, loss_func, asks_logits),
+                data_iterator=iter(range(M)),
+                model=[chunk],
+                num_microbatches=M,
+                seq_length=LENGTH,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+    gradient = torch.cat([one.main_grad.flatten() for one in chunk.parameters()])
+    found = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    return step, gradient, found
+
+
+def both(check):
+    def of_both():
+        for per_token in (False, True):
+            check(functools.partial(made, per_token=per_token))
+
+    return of_both
+
+
+@both
+def check_a_right_step_has_the_weights_of_its_mode(aggregator):
+    step, _, _warned = train(aggregator())
+    assert step.outcome.endswith("times 1.000000 to 1.000000"), step.outcome
+    assert "of 10 tokens were trained with the weight of sample_mean" in step.outcome
+
+
+@both
+def check_a_loss_scale_is_no_factor(aggregator):
+    step, _, warned = train(aggregator(grad_scale_func=lambda loss: loss * 1024))
+    assert step.outcome.endswith("times 1.000000 to 1.000000")
+    assert not warned
+
+
+@both
+def check_losses_that_are_divided_are_named(aggregator):
+    def divided(step, number, output):
+        return reduced(step, number, output / ACTIVE[number])
+
+    step, _, (warned,) = train(aggregator(), divided)
+    assert step.outcome.endswith(f"times {1 / 7:.6f} to {1 / 3:.6f}")
+    assert warned.startswith("losses were divided by 7, the active tokens of their microbatch")
+
+
+@both
+def check_losses_that_are_multiplied_are_named(aggregator):
+    step, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, x * 0.5))
+    assert step.outcome.endswith("times 0.500000 to 0.500000")
+    assert "trained with 0.5 times its weight of sample_mean" in warned
+
+
+@both
+def check_a_declared_coefficient_is_no_factor(aggregator):
+    def halved(step, number, output):
+        return reduced(step, number, output, coefficient=0.5)
+
+    step, _, warned = train(aggregator(), halved)
+    assert step.outcome.endswith("times 1.000000 to 1.000000")
+    assert not warned
+
+
+@both
+def check_losses_of_which_some_are_detached_are_named(aggregator):
+    def half_detached(step, number, output):
+        is_kept = torch.arange(LENGTH) % 2 == 0
+        return reduced(step, number, torch.where(is_kept, output, output.detach()))
+
+    step, _, (warned,) = train(aggregator(), half_detached)
+    assert step.outcome.endswith("times 0.000000 to 1.000000")
+    assert warned.startswith("4 of 10 tokens that sample_mean counts were not trained")
+
+
+@both
+def check_factors_of_tokens_are_no_fault(aggregator):
+    """Importance ratios times advantages, and a clipped token."""
+
+    def weighted(step, number, output):
+        ratio = torch.linspace(-1, 2, LENGTH)
+        return reduced(step, number, output * ratio * (ratio < 1.5))
+
+    step, _, warned = train(aggregator(), weighted)
+    assert "times -1.000000 to" in step.outcome
+    assert not warned
+
+
+@both
+def check_a_term_of_its_own_mode_is_no_fault(aggregator):
+    def with_second_term(step, number, output):
+        mb = step.microbatch([number], MASKS[number], cu_seqlens=[0, LENGTH])
+        losses = output.view(-1)
+        return mb.outputs(mb.reduce(losses) + 0.1 * mb.reduce(losses**2, "token_mean"))
+
+    step, _, warned = train(aggregator(), with_second_term)
+    assert step.outcome
+    assert not warned
+
+
+@both
+def check_what_autograd_is_asked_for_is_not_trained(aggregator):
+    def looking(step, number, output):
+        torch.autograd.grad(output.sum(), output, retain_graph=True)
+        return reduced(step, number, output)
+
+    step, _, warned = train(aggregator(), looking)
+    assert step.outcome.endswith("times 1.000000 to 1.000000")
+    assert not warned
+
+
+@both
+def check_losses_changed_in_place_are_seen(aggregator):
+    def halving(step, number, output):
+        return reduced(step, number, output.clone().mul_(0.5))
+
+    step, _, warned = train(aggregator(), halving)
+    assert step.outcome.endswith("times 0.500000 to 0.500000")
+    assert warned
+
+
+@both
+def check_a_model_of_logits_is_not_looked_at(aggregator):
+    def of_logits(step, number, output):
+        return reduced(step, number, output.float().logsumexp(dim=-1).view(-1))
+
+    step, _, warned = train(aggregator(), of_logits, asks_logits=True)
+    assert not step.outcome
+    assert not warned
+
+
+@both
+def check_a_weighed_step_trains_bit_by_bit_what_another_does(aggregator):
+    run = aggregator()
+    steps = [train(run) for _ in range(3)]
+    assert [bool(step.outcome) for step, _, _ in steps] == [True, True, False]
+    assert torch.equal(steps[0][1], steps[2][1])
+    assert not run.chunks[0]._forward_hooks
+
+
+@both
+def check_what_was_measured_is_recorded(aggregator):
+    run = aggregator()
+    with run.step(ACTIVE, num_microbatches=M) as step:
+        (guard,) = (one for one in step._guards if isinstance(one, Outcome))
+        get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, step, as_it_is, False),
+            data_iterator=iter(range(M)),
+            model=[*run.chunks],
+            num_microbatches=M,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    assert guard.recorded() == {"weights": [1.0, 1.0]}
+
+
+def check_a_rank_logs_what_it_measured():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    log = logging.getLogger("megatron_lossagg")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    train(made(per_token=False))
+    log.removeHandler(handler)
+    (said,) = records
+    assert said.endswith("times 1.000000 to 1.000000")
+
+
+if __name__ == "__main__":
+    tiny_gpt.start()
+    run_checks(globals())
