@@ -11,6 +11,8 @@ from megatron_lossagg.weigh.report import as_json, text
 
 output_of_dp2, test_dp2 = each_check("weigh/weigh_worker.py", processes=2)
 output_of_dp2_cp2, test_dp2_cp2 = each_check("weigh/weigh_worker.py", processes=4)
+output_of_calls_dp2, test_calls_dp2 = each_check("weigh/weigh_calls_worker.py", processes=2)
+output_of_calls_cp2, test_calls_cp2 = each_check("weigh/weigh_calls_worker.py", processes=4)
 
 LENGTHS = ((3, 5), (4,))
 """Tokens of the sequences of two microbatches of one rank."""
