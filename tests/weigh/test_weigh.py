@@ -151,6 +151,18 @@ def test_weights_inside_a_sequence_that_differ_in_sign_are_infinitely_apart(boun
     assert "one sequence, token to token" in text(step)
 
 
+def test_a_sequence_is_reported_by_its_name_within_80_columns():
+    weights = (1 / 8, 1 / 4)
+    parts = [replace(one, name="u" * 90) for one in parts_of(*((w, w) for w in weights))]
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts)])
+    assert [one.name for one in step.sequences] == ["u" * 90] * 2
+    lines = text(step).splitlines()
+    assert any(line.startswith("  0/0/1 uuuu") for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert "next:" in text(step)
+    assert "next:" not in text(step, advises=False)
+
+
 def test_weights_that_are_not_finite_are_named_and_none_in_the_object():
     step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((float("nan"),) * 2))])
     assert step.trains is None

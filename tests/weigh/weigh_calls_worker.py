@@ -157,6 +157,21 @@ def check_offsets_that_are_not_of_the_losses_are_refused():
         weighing.losses(torch.zeros(2, 3, 4))
 
 
+def check_a_loss_in_pieces_is_one_microbatch_and_one_without_a_call_has_no_token():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk], num_microbatches=3)
+    with weighing:
+        one, two, three = (chunk(torch.arange(n)) for n in (4, 2, 6))
+        one = weighing.losses(one, lengths=[3, 1], microbatch=0, names=["a", "b"])
+        two = weighing.losses(two, lengths=[2], microbatch=0, names=["c"])
+        three = weighing.losses(three, lengths=[6], microbatch=2)
+        (one.sum() + two.sum() + three.sum()).backward()
+    parts = weighing.of_this_rank().parts
+    found = [(part.microbatch, part.sequence, part.name, part.tokens) for part in parts]
+    assert found == [(0, 0, "a", 3), (0, 1, "b", 1), (0, 2, "c", 2), (2, 0, "", 6)]
+    assert weighing.of_this_rank().sizes["M"] == 3
+
+
 if __name__ == "__main__":
     tiny_gpt.start(cp=CP)
     run_checks(globals())
