@@ -265,7 +265,7 @@ def _causes(
     if not math.isfinite(step.weight_sum):
         wrong = [s for s in step.sequences if not math.isfinite(s.weight_sum)]
         return [f"weights of {len(wrong)} sequences are not finite: 0 / 0 in the script's loss?"]
-    if divides and num_tokens <= 0:
+    if divides and num_tokens <= 0 and step.trains in (None, "token_sum"):
         return ["num_tokens is 0: finalize divides by nothing"]
     if step.trains not in (None, "microbatch_token_mean"):
         return []

@@ -67,6 +67,11 @@ def test_a_step_without_num_tokens_is_named():
     assert step.causes == ("num_tokens is 0: finalize divides by nothing",)
 
 
+def test_a_loss_function_that_divides_by_itself_needs_no_num_tokens():
+    step = compare(ranks(lambda n_mb, n: 1 / 12, num_tokens=0, is_divided=True))
+    assert (step.trains, [*step.causes]) == ("token_mean", [])
+
+
 def test_a_factor_is_named_by_what_it_equals():
     step = compare(ranks(lambda n_mb, n: 1 / 24))
     assert (step.trains, step.factor) == (None, pytest.approx(0.5))
