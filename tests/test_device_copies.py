@@ -33,6 +33,7 @@ ALLOWED = {
     ("integrations/skyrl.py", "loss_mask.cpu()"): "before the step",
     ("integrations/skyrl.py", "sequence[mask > 0]"): "before the step: counts",
     ("integrations/_advantage_groups.py", "advantage[mask.bool()]"): "before the step",
+    ("integrations/weigh_rl.py", "torch.as_tensor(cu_seqlens).cpu()"): "a weighed step only",
     # pinned memory that stays pinned
     ("loop/buffer.py", "torch.empty_like(array, pin_memory=True)"): "a copy on the CPU",
     # NumPy arrays, dictionaries and counters

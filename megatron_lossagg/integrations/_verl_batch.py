@@ -34,7 +34,14 @@ from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["COUNT_SAMPLES", "LOSS_WEIGHT", "check_same_batch", "plan_batch", "warn_of_split"]
+__all__ = [
+    "COUNT_SAMPLES",
+    "LOSS_WEIGHT",
+    "check_same_batch",
+    "names_of",
+    "plan_batch",
+    "warn_of_split",
+]
 
 COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_mean", "balanced")
 """Modes that can leave empty samples out."""
@@ -71,6 +78,13 @@ def _samples(data: Any) -> list[str] | None:
     """Return each sequence's trajectory; None if the batch has no sessions."""
     sessions = _column(data, _sample_column())
     return sessions and [repr(pair) for pair in zip(_uids(data), sessions, strict=True)]
+
+
+def names_of(data: Any) -> list[str] | None:
+    """Return each sequence's ``uid``, and its session if there are any; None without uids."""
+    uids = _column(data, "uid")
+    sessions = uids and _column(data, _sample_column())
+    return [*map(" ".join, zip(uids, sessions, strict=True))] if uids and sessions else uids
 
 
 def _paddings(data: Any) -> list[bool]:

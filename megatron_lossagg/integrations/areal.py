@@ -35,11 +35,11 @@ from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["aggregated", "check_config"]
+__all__ = ["SCALE", "aggregated", "check_config"]
 
 _NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
 _VERSION = "use AReaL 4aef98d8"
-_PROMPT, _SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
+_PROMPT, SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
 """Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others."""
 _COUNT_EMPTY = "loss_aggregation_count_empty"
 _SFT_LOSS = "compute_packed_sft_loss"
@@ -176,7 +176,8 @@ def _actor(base: Any) -> Any:
                 )
             scale_S = _scales(self, data, data.pop(_PROMPT, None), loss_weight_fn)
             advantages = data["advantages"]
-            data["advantages"] = advantages * scale_S.to(advantages)[:, None]
+            scale = scale_S.to(advantages)[:, None].expand_as(advantages)
+            data["advantages"], data[SCALE] = advantages * scale, scale.contiguous()
             return super().train_batch(data, loss_fn, loss_weight_fn)
 
     return Actor
@@ -193,7 +194,7 @@ def _lm(base: Any) -> Any:
             data = dict(self._normalize_batch_input(input_)[0])
             scale_S = _scales(self, data, None, loss_weight_fn)
             mask = data["loss_mask"]
-            data[_SCALE] = moved(scale_S, mask.device)[:, None].expand_as(mask).contiguous()
+            data[SCALE] = moved(scale_S, mask.device)[:, None].expand_as(mask).contiguous()
             return super().train_batch(data, _weighed(loss_fn), loss_weight_fn)
 
     return LM
@@ -243,7 +244,7 @@ def _weighed(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def weighed(logprobs: Tensor, entropy: Tensor, input_: dict[str, Any], **logits: Any) -> Tensor:
         loss_fn(logprobs.detach(), entropy, input_, **logits)
         mask = input_["loss_mask"].bool()
-        losses = torch.where(mask, -logprobs * input_[_SCALE].to(logprobs), 0)
+        losses = torch.where(mask, -logprobs * input_[SCALE].to(logprobs), 0)
         tracker = imported("areal.utils.stats_tracker", expected=f"AReaL: {_VERSION}")
         tracker.stat(loss_aggregation=losses.detach().float(), denominator="n_valid_tokens")
         loss: Tensor = losses.sum() / mask.count_nonzero()

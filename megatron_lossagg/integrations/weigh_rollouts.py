@@ -19,7 +19,6 @@ import functools
 import importlib
 import inspect
 import linecache
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,18 +28,16 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._framework_options import requested
-from megatron_lossagg.integrations.weigh_script import ScriptWeighing, rebind_schedule
+from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term, term_of
+from megatron_lossagg.integrations.weigh_script import rebind_schedule
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.weigh.compare import Weighed
-from megatron_lossagg.weigh.report import text
-from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["TermsWeighing", "install", "miles", "slime"]
+__all__ = ["install", "miles", "slime"]
 
 _MAKER = "get_sum_of_sample_mean"
 _LOADER = "load_function"
-_ASSIGNED = re.compile(r"\s*(\w+)\s*=[^=]")
 
 
 class _Where(NamedTuple):
@@ -76,36 +73,6 @@ def miles(args: Any) -> None:
     _begin("miles", args)
 
 
-class TermsWeighing(ScriptWeighing):
-    """Weighs each term of a loss; one for a run."""
-
-    def __init__(self, at: int, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
-        super().__init__(at, steps, stop=False, report=report)
-        self._listening: Weighing | None = None
-
-    def hear(self, losses: Tensor, mask: Tensor, lengths: Sequence[int], term: str) -> Tensor:
-        """Hear a term's losses of this rank's response tokens, if a step is weighed."""
-        if self._listening is not None and torch.is_grad_enabled():
-            return self._listening.losses(losses, mask, lengths=lengths, term=term)
-        return losses
-
-    def _listen(
-        self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
-    ) -> Any:
-        self._listening = weighing
-        try:
-            return schedule(**call)
-        finally:
-            self._listening = None
-
-    def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
-        """Leave out metrics, which are reduced as terms are and have no gradient on any rank."""
-        trained = {
-            name: step for name, step in terms.items() if any(s.weight_sum for s in step.sequences)
-        }
-        return trained or terms
-
-
 def install(
     framework: str, at: int = 1, steps: int = 1, *, report: Callable[[Weighed, int, str], None]
 ) -> TermsWeighing:
@@ -125,11 +92,7 @@ def install(
 def _begin(framework: str, args: Any) -> None:
     if requested(args, framework).loss_aggregation is not None:
         importlib.import_module(_FRAMEWORKS[framework].hooks).check(args)
-    install(framework, report=_print)
-
-
-def _print(step: Weighed, number: int, term: str) -> None:
-    print(f"term {term}\n{text(step, number=number)}", flush=True)
+    install(framework, report=print_term)
 
 
 def _heard_loader(weighing: TermsWeighing, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +119,8 @@ def _heard_maker(weighing: TermsWeighing, make: Callable[..., Any]) -> Callable[
         @functools.wraps(reduce)
         def heard(x: Tensor) -> Any:
             mask, lengths = _slice(given)
-            x = weighing.hear(x, moved(mask, x.device), lengths, _term(sys._getframe(1)))
+            term = term_of(sys._getframe(1))
+            x = weighing.hear(x, moved(mask, x.device), lengths=lengths, term=term)
             return reduce(x)
 
         return heard
@@ -183,12 +147,6 @@ def _slice(given: dict[str, Any]) -> tuple[Tensor, Sequence[int]]:
     masks = given["loss_masks"]
     mask = torch.cat([*masks]) if len(masks) else torch.zeros(0)
     return mask[moved(layout.positions, mask.device)], layout.local_lengths.tolist()
-
-
-def _term(frame: Any) -> str:
-    """Name a term as the framework's line does: ``kl_loss = sum_of_sample_mean(kl)``."""
-    found = _ASSIGNED.match(linecache.getline(*_caller(frame)))
-    return found[1] if found else "loss"
 
 
 def _caller(frame: Any) -> tuple[str, int]:

@@ -8,7 +8,7 @@ script's ``loss_func`` does with them, changes nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class ScriptWeighing:
     def _weigh(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         model = call["model"]
         chunks = [*model] if isinstance(model, (list, tuple)) else [model]
-        with Weighing(chunks, num_microbatches=call["num_microbatches"]) as weighing:
+        with self._begun(chunks, call["num_microbatches"]) as weighing:
             out = self._listen(weighing, schedule, call, chunks[-1])
         terms = self._trained(weighing.terms())
         self.weighed.append(next(iter(terms.values())))
@@ -77,6 +77,9 @@ class ScriptWeighing:
         if self._stop and self.num_steps == self._last:
             raise SystemExit(0)
         return out
+
+    def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
+        return Weighing(chunks, num_microbatches=num_microbatches)
 
     def _listen(
         self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any

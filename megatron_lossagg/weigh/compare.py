@@ -35,11 +35,13 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds of one sequence of a microbatch."""
+    """What one rank holds of one sequence of a microbatch; weights are a_t."""
 
     microbatch: int
     sequence: int
     """Its segment in the microbatch."""
+    name: str = ""
+    """What a framework calls it, if it has a name for it."""
     tokens: int
     weight_sum: float
     weight_min: float
@@ -66,16 +68,10 @@ class RankWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeighedSequence:
-    """One sequence, whole over its context-parallel ranks; weights are a_t."""
+class WeighedSequence(Part):
+    """One sequence, whole over its context-parallel ranks."""
 
     dp_rank: int
-    microbatch: int
-    sequence: int
-    tokens: int
-    weight_sum: float
-    weight_min: float
-    weight_max: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +213,7 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
             dp_rank=dp_rank,
             microbatch=microbatch,
             sequence=sequence,
+            name=its[0].name,
             tokens=sum(part.tokens for part in its),
             weight_sum=factor * sum(part.weight_sum for part in its),
             weight_min=factor * min(part.weight_min for part in its),
@@ -268,7 +265,7 @@ def _causes(
     if not math.isfinite(step.weight_sum):
         wrong = [s for s in step.sequences if not math.isfinite(s.weight_sum)]
         return [f"weights of {len(wrong)} sequences are not finite: 0 / 0 in the script's loss?"]
-    if divides and num_tokens <= 0:
+    if divides and num_tokens <= 0 and step.trains in (None, "token_sum"):
         return ["num_tokens is 0: finalize divides by nothing"]
     if step.trains not in (None, "microbatch_token_mean"):
         return []

@@ -7,15 +7,18 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from megatron_lossagg.weigh.compare import Weighed
+from megatron_lossagg.weigh.compare import Weighed, WeighedSequence
 
 __all__ = ["as_json", "text"]
 
 _MOST = 3
 
 
-def text(step: Weighed, *, number: int | None = None) -> str:
-    """Return the report of a step; ``number``: its number in the run, if it is known."""
+def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> str:
+    """Return the report of a step; ``number``: its number in the run, if it is known.
+
+    ``advises``: say which flags of ``lossagg weigh`` train a mode.
+    """
     sizes = " ".join(f"{name} {size}" for name, size in step.sizes.items() if size > 1)
     name = "weighed step" if number is None else f"weighed step {number}"
     size = f"{step.tokens} tokens in {len(step.sequences)} sequences"
@@ -33,15 +36,22 @@ def text(step: Weighed, *, number: int | None = None) -> str:
         lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
     relative = sorted(zip(step.relative, step.sequences, strict=True), key=lambda pair: pair[0])
     if relative and step.trains is None:
-        lines += ["", f"sequence (rank/microbatch/number)  tokens  relative to {step.nearest}"]
         shown = relative if len(relative) <= 2 * _MOST else relative[:_MOST] + relative[-_MOST:]
-        for ratio, sequence in shown:
-            name = f"{sequence.dp_rank}/{sequence.microbatch}/{sequence.sequence}"
-            lines.append(f"  {name:<32}{sequence.tokens:>7}{ratio:>10.4g}")
-    if step.trains is None:
+        head, end = "sequence (rank/microbatch/number)", f"  tokens  relative to {step.nearest}"
+        names = [_name(sequence)[: 79 - len(end)] for _, sequence in shown]
+        width = max(32, *map(len, names))
+        lines += ["", f"{head:<{width + 1}}{end}"]
+        for name, (ratio, sequence) in zip(names, shown, strict=True):
+            lines.append(f"  {name:<{width}}{sequence.tokens:>7}{ratio:>10.4g}")
+    if step.trains is None and advises:
         lines += ["", "next: --calculate-per-token-loss trains token_mean; for a mode, run with"]
         lines += ["      --loss-aggregation MODE, and weigh it again"]
     return "\n".join(lines)
+
+
+def _name(sequence: WeighedSequence) -> str:
+    number = f"{sequence.dp_rank}/{sequence.microbatch}/{sequence.sequence}"
+    return f"{number} {sequence.name}".strip()
 
 
 def as_json(step: Weighed, *, number: int) -> dict[str, Any]:

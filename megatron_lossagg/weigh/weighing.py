@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ LOSS = "loss"
 
 
 @dataclass
-class _Microbatch:
-    """The losses of one microbatch on this rank, and what has arrived at them."""
+class _Call:
+    """The losses of a microbatch on this rank, or some of them, and what has arrived at them."""
 
     shape: tuple[int, ...]
     eps: float
@@ -41,6 +42,9 @@ class _Microbatch:
     cu_seqlens: IntsLike | None
     lengths: Sequence[int] | None
     mask: Tensor | None
+    names: Sequence[str] | None = None
+    first: int = 0
+    """Of its microbatch, the number of its first sequence."""
     arrived: list[Tensor] = field(default_factory=list)
 
 
@@ -77,7 +81,8 @@ class Weighing:
         self.run = run_of(model)
         self._loss_scale = loss_scale
         self._num_microbatches = num_microbatches
-        self._terms: dict[str, list[_Microbatch]] = {}
+        self._terms: dict[str, list[list[_Call]]] = {}
+        """Of each term, its microbatches, in most programs of one call each."""
         self._num_tokens: Tensor | None = None
         self._num_finalized = 0
         self._has_begun = False
@@ -100,6 +105,8 @@ class Weighing:
         cu_seqlens: IntsLike | None = None,
         lengths: Sequence[int] | None = None,
         term: str = LOSS,
+        names: Sequence[str] | None = None,
+        microbatch: int | None = None,
     ) -> Tensor:
         """Return a microbatch's per-token losses; the loss is computed from what is returned.
 
@@ -108,7 +115,9 @@ class Weighing:
         offsets of the whole packed sequences, padding included, ``[G + 1]``; without, an entry of
         the batch is a sequence. ``lengths``: in their place, the tokens of each sequence that this
         rank holds, in order. ``term``: the name of a term of the loss, which is weighed by itself.
-        Call it once per microbatch and term, in their order.
+        Call it once per microbatch and term, in their order. ``names``: what the report calls the
+        sequences. ``microbatch``: its number, from 0, for a loss that is computed in pieces or not
+        at all: each call for one has more of its sequences, told by ``lengths``.
         """
         if not isinstance(losses, Tensor) or losses.dim() > 2 or not losses.is_floating_point():
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -122,8 +131,15 @@ class Weighing:
                 "the part of the mask that this rank holds"
             )
         eps = torch.finfo(losses.dtype).eps
-        heard = _Microbatch(tuple(losses.shape), eps, cu_seqlens, lengths, mask)
-        self._terms.setdefault(term, []).append(heard)
+        microbatches = self._terms.setdefault(term, [])
+        most = len(microbatches) + 1
+        if microbatch is not None:
+            most = max(microbatch + 1, self._num_microbatches or 0)
+        microbatches += [[] for _ in range(len(microbatches), most)]
+        calls = microbatches[-1 if microbatch is None else microbatch]
+        first = sum(len(call.lengths or ()) for call in calls)
+        heard = _Call(tuple(losses.shape), eps, cu_seqlens, lengths, mask, names, first)
+        calls.append(heard)
         if not losses.requires_grad:
             return losses
         # Of a copy: its node runs in the backward pass whatever is done to it in place, and not if
@@ -180,7 +196,7 @@ class Weighing:
             )
         place = self.run.place
         calls = [len(microbatches) for microbatches in self._terms.values()]
-        heard = [one.eps for microbatches in self._terms.values() for one in microbatches]
+        every = [one for microbatches in self._terms.values() for one in chain(*microbatches)]
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
         return RankWeights(
             dp_rank=place.dp_rank,
@@ -191,7 +207,7 @@ class Weighing:
             is_divided=num_tokens is not None,
             is_finalized=bool(self._num_finalized),
             counts=place.counts,
-            tolerance=max([TOLERANCE, *heard]),
+            tolerance=max([TOLERANCE, *(one.eps for one in every)]),
         )
 
     def _parts_of(self, term: str) -> list[Part]:
@@ -207,9 +223,9 @@ class Weighing:
         # Where the loss is recomputed in the backward pass, a microbatch has two calls in turn.
         times = max(len(microbatches) // m, 1) if m else 1
         for index in range(len(microbatches) // times):
-            calls = microbatches[index * times : (index + 1) * times]
-            arrived = [gradient for call in calls for gradient in call.arrived]
-            parts += self._parts(index, replace(calls[-1], arrived=arrived), factor)
+            for calls in zip(*microbatches[index * times : (index + 1) * times], strict=True):
+                arrived = [gradient for call in calls for gradient in call.arrived]
+                parts += self._parts(index, replace(calls[-1], arrived=arrived), factor)
         return parts
 
     def _finalizes(self, num_tokens: Tensor | None) -> None:
@@ -217,7 +233,7 @@ class Weighing:
         if num_tokens is not None:
             self._num_tokens = num_tokens.detach().clone()  # summed over ranks in place
 
-    def _parts(self, index: int, heard: _Microbatch, factor: float) -> list[Part]:
+    def _parts(self, index: int, heard: _Call, factor: float) -> list[Part]:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
         num_tokens = int(np.prod(heard.shape))
         if heard.lengths is not None:
@@ -247,15 +263,16 @@ class Weighing:
                 "offsets of all sequences, cu_seqlens"
             )
         return [
-            _part(index, segment, weight_T[trained_T & (segment_T == segment)])
+            _part(index, heard, segment, weight_T[trained_T & (segment_T == segment)])
             for segment in np.unique(segment_T[trained_T]).tolist()
         ]
 
 
-def _part(microbatch: int, segment: int, weights: np.ndarray[Any, Any]) -> Part:
+def _part(microbatch: int, heard: _Call, segment: int, weights: np.ndarray[Any, Any]) -> Part:
     return Part(
         microbatch=microbatch,
-        sequence=segment,
+        sequence=heard.first + segment,
+        name=heard.names[segment] if heard.names else "",
         tokens=len(weights),
         weight_sum=float(weights.sum()),
         weight_min=float(weights.min()),
@@ -263,7 +280,7 @@ def _part(microbatch: int, segment: int, weights: np.ndarray[Any, Any]) -> Part:
     )
 
 
-def _keep(heard: _Microbatch, gradients: Sequence[Tensor | None]) -> None:
+def _keep(heard: _Call, gradients: Sequence[Tensor | None]) -> None:
     (gradient,) = gradients
     if gradient is not None:
         heard.arrived.append(gradient.detach().clone())

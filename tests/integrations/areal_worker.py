@@ -16,6 +16,7 @@ reduce-scatter on gloo fails in a subgroup.
   gradient; ``m2po`` with that loss, and a difference from the first such case.
 
 It prints the largest relative error of a gradient; values are checked to BOUND if it is ours.
+Every step is weighed; of the policy loss the weights are compared with loops over tokens.
 """
 
 import os
@@ -38,7 +39,7 @@ from torch.distributed.nn import functional
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.integrations import areal
+from megatron_lossagg.integrations import areal, weigh_rl
 
 REFERENCE, *SIZES, BOUND = sys.argv[2:7]
 CASES, BOUND = sys.argv[7:], float(BOUND)
@@ -46,6 +47,8 @@ CP, TP, PP = map(int, SIZES)
 DP = int(os.environ["WORLD_SIZE"]) // (CP * TP * PP)
 assert megatron_engine.__file__.startswith(areal_first.CHECKOUT)
 OURS = ("ours", "steps", "local")
+WEIGHED = {}
+"""The terms of the last step, on rank 0."""
 M2 = 0.02
 """M2PO's threshold, at which some of the drawn tokens are dropped."""
 
@@ -196,6 +199,12 @@ def error_of(named, chunks, saved, first):
     areal._scales = right
     if how == "ours" and parallel_state.is_pipeline_last_stage():
         check_value(stats, terms, value)
+    if terms == "pg" and how in ("ours", "areal", "per_token") and dist.get_rank() == 0:
+        mode = framework_step.CASES[case if how == "ours" else "token_mean"]
+        factor = DP * CP if how == "per_token" else 1.0
+        wanted = framework_step.tokens_and_weights(mode, factor=factor)
+        framework_step.assert_weighed(WEIGHED["pg_loss"], wanted)
+        print(f"{named}: weighed", flush=True)
     if how == "m2po":
         return difference(chunk, first)
     return framework_step.worst_error(chunk, grads, DP * CP if how == "per_token" else 1.0)
@@ -214,13 +223,22 @@ def main():
     tiny_gpt.start(cp=CP, tp=TP, pp=PP)
     chunks = [tiny_gpt.wrapped(tiny_gpt.config_of(per_token=one)) for one in (False, True)]
     first = {}
+    stock = megatron_engine.get_forward_backward_func
+    report = lambda step, _, term: WEIGHED.update({term: step})  # noqa: E731
+    weigh_rl.install("areal", steps=1000, report=report)
+    heard = megatron_engine.get_forward_backward_func
     for named in CASES:
+        is_of_policy = "/pg/" in named  # SFT is not weighed
+        megatron_engine.get_forward_backward_func = heard if is_of_policy else stock
         error = torch.tensor(error_of(named, chunks, saved, first))
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
             print(f"{named}: {error:.1e}", flush=True)
     with pytest.raises(ContractError, match="got calculate_per_token_loss=True"):
         train(chunks[True], "token_mean", "pg", "1", "ours")
+    megatron_engine.get_forward_backward_func = heard
+    with pytest.raises(ContractError, match="losses no one of ppo_actor_loss_fn reduced"):
+        train(chunks[False], "token_mean", "nll", "1", "areal")
     engine = SimpleNamespace(model=[chunks[False]])
     data = {"loss_mask": torch.tensor([[1, 0, 2]]), "attention_mask": torch.ones(1, 3)}
     with pytest.raises(PlanError, match="got loss_mask with values other than 0 and 1"):

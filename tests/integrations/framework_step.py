@@ -160,6 +160,24 @@ def weights(aggregation, *, by, members=None, places=None, microbatches=(), weig
     }
 
 
+def assert_weighed(step, wanted, *, tolerance=1e-10):
+    """Compare a weighed step with the tokens, and a token's weight, of each sequence."""
+    found = sorted((one.tokens, one.weight_sum / one.tokens) for one in step.sequences)
+    assert [n for n, _ in found] == [n for n, _ in sorted(wanted)]
+    for (_, got), (n, want) in zip(found, sorted(wanted), strict=True):
+        assert abs(got / want - 1) < tolerance, (n, got, want)
+    assert step.inside < 1 + tolerance
+
+
+def tokens_and_weights(aggregation, *, factor=1.0):
+    """Return them of each sequence that is not fully masked; a sequence is a sample."""
+    step = samples()
+    return [
+        (sum(step[number]["mask"]), factor * weight)
+        for number, weight in weights(aggregation, by="number").items()
+    ]
+
+
 def expected_cases(path):
     """Return the loss and the gradients of each case and sum of terms; a sequence is a sample."""
     saved = torch.load(path)

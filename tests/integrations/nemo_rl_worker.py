@@ -10,6 +10,8 @@ and ``train`` of its Megatron worker, with ``process_global_batch``, microbatche
 Megatron-Core's schedule, DDP and finalize; the policy's split steps (``begin_train_step``, two
 ``train_microbatch``, ``finish_train_step``); and the value worker's ``train``. It prints the
 largest relative error of a gradient.
+``nemo_rl_worker.py weigh CHECKOUT FILE CP HOW CASE ...``, a case ``loss/mode/size``, mode ``stock``
+or one of ours: the policy worker's ``train``, weighed.
 ``nemo_rl_worker.py losses CHECKOUT -``: ``ClippedPGLossFn`` with each of ``OPTIONS``,
 ``NLLLossFn``, ``MseValueLossFn`` and ``DistillationLossFn``, by themselves and in the integration.
 
@@ -273,8 +275,65 @@ def train():
         report(case, optimizer, len(metrics["all_mb_metrics"]["loss"]))
 
 
+class Unchanged(Recorder):
+    """In place of the optimizer: changes nothing."""
+
+    def step(self):
+        return True, 0.0, 0
+
+
+def by_hand(data, mode):
+    """Return the tokens and a token's weight of each sequence, for each optimizer step."""
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).int()
+    steps = []
+    for start in range(0, len(mask), SEQUENCES_PER_STEP):
+        rows = mask[start : start + SEQUENCES_PER_STEP]
+        samples = int((data["sample_mask"][start : start + SEQUENCES_PER_STEP] != 0).sum())
+        counts = rows.sum(-1).tolist()
+        weight = {
+            "token": lambda n, counts=counts: 1 / sum(counts),
+            "sequence": lambda n, samples=samples: 1 / samples / n,
+            "sample_mean": lambda n, samples=samples: 1 / samples / n,
+            "constant": lambda n, samples=samples: 1 / samples / 40,
+        }[mode]
+        steps.append([(n, weight(n)) for n in counts if n])
+    return steps
+
+
+def weigh():
+    cp, how, *cases = OTHERS
+    saved = torch.load(FILE, weights_only=False)
+    data, _ = next(iter(saved.values()))
+    policy = megatron_worker()
+    tiny_gpt.start(cp=int(cp))
+    from megatron_lossagg.integrations import weigh_rl
+
+    found = {}
+    weigh_rl.install(
+        "nemo-rl",
+        steps=1000,
+        report=lambda step, _, term: found.setdefault(term, []).append(step),
+    )
+    for case in cases:
+        loss, mode, size = case.split("/")
+        found.clear()
+        chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
+        kind = policy.MegatronPolicyWorkerImpl
+        worker, shard, _ = worker_of(kind, data, how, int(size), chunk, [])
+        worker.optimizer = Unchanged(chunk, [])
+        loss_fn = LOSSES[loss] if mode == "stock" else loss_of(loss, mode)
+        worker.train(shard, loss_fn, gbs=SEQUENCES_PER_STEP, mbs=int(size))
+        if dist.get_rank() == 0:
+            assert found.keys() == {"actor_loss", "kl"}
+            for steps in found.values():
+                wanted = by_hand(data, loss if mode == "stock" else mode)
+                for step, want in zip(steps, wanted, strict=True):
+                    framework_step.assert_weighed(step, want, tolerance=1e-7)
+            print(f"{case}: weighed, {found['actor_loss'][0].verdict}", flush=True)
+
+
 if __name__ == "__main__":
-    functions = (plan, train, losses)
+    functions = (plan, train, weigh, losses)
     {function.__name__: function for function in functions}[WHAT]()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,7 +14,8 @@ and ``train_step``.
 ``skyrl_worker.py REFERENCE CHECKOUT CP TP PP BOUND CASE ...``; a case is
 ``aggregation/terms/batching/M``, batching one of packed, padded, tokens (which finds M itself),
 and bins for SFT's own packing.
-It prints the largest relative error of a gradient; metrics are checked to BOUND.
+It prints the largest relative error of a gradient; metrics are checked to BOUND. Every step is
+weighed: the policy loss, and without a patch KL and, of padded sequences, entropy.
 """
 
 import importlib
@@ -67,6 +68,7 @@ from skyrl.train.config.sft_config import SFTConfig  # noqa: E402
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
+from megatron_lossagg.integrations import weigh_rl  # noqa: E402
 from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
 from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
 
@@ -240,6 +242,25 @@ def check_metrics(metrics, saved, case):
         assert abs(metrics[name] - want) <= BOUND * abs(want), (name, metrics[name], want)
 
 
+def check_weighed(weighed, cfg, terms, chunks, *, is_patched):
+    """A token's loss has weight 1, since advantages have the mode's; KL and entropy are means."""
+    masks = [sequence["mask"] for sequence in SAMPLES if any(sequence["mask"])]
+    framework_step.assert_weighed(weighed["loss"], [(sum(mask), 1.0) for mask in masks])
+    if is_patched or cfg.max_tokens_per_microbatch > 0 or "kl" not in terms:
+        return
+    kl, entropy = [], []
+    for chunk in chunks:
+        size = cfg.micro_train_batch_size_per_gpu
+        for rows in chunk["loss_mask"].split(size):
+            number = len(chunk["loss_mask"]) / size * DP  # of means
+            counts = [n for n in rows.sum(-1).int().tolist() if n]
+            kl += [(n, framework_step.KL / number / len(rows) / n) for n in counts]
+            entropy += [(n, -framework_step.ENTROPY / number / sum(counts)) for n in counts]
+    framework_step.assert_weighed(weighed["kl_loss"], kl)
+    if "entropy" in terms and not cfg.remove_microbatch_padding:  # packed, it has no losses
+        framework_step.assert_weighed(weighed["entropy"], entropy)
+
+
 def main():
     saved = framework_step.expected_cases(REFERENCE)
     prepared = []  # the trainer is a process of its own, without a process group
@@ -258,6 +279,8 @@ def main():
         prepared.append((named, case, terms, cfg, made))
     tiny_gpt.start(cp=CP, tp=TP, pp=PP)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    weighed = {}
+    weigh_rl.install("skyrl", steps=1000, report=lambda step, _, term: weighed.update({term: step}))
     is_patched = "loss_weights" in Path(megatron_worker.__file__).read_text()
     for named, case, terms, cfg, made in prepared:
         metrics = (train_sft if terms == "nll" else train)(chunk, cfg, made)
@@ -266,6 +289,8 @@ def main():
         if dist.get_rank() == 0:
             padding = metrics.get("num_padding_microbatches", 0)
             print(f"{named}: {error:.1e}, {padding} padding microbatches per rank", flush=True)
+        if terms != "nll" and dist.get_rank() == 0:
+            check_weighed(weighed, cfg, terms, made, is_patched=is_patched)
         if terms == "nll":
             want = saved[case, terms][0]
             assert abs(metrics["loss"] - want) <= BOUND * abs(want), (metrics["loss"], want)

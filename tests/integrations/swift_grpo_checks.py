@@ -70,6 +70,30 @@ class TestMegatronGRPOTrainer(Laws):
     num_steps = 2
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "loss_type", "trained"),
+    [
+        ("stock", "grpo", "sample_mean"),
+        ("stock", "dapo", "token_mean"),
+        ("sample_mean", "dapo", "sample_mean"),
+        ("token_mean", "grpo", "token_mean"),
+    ],
+)
+@pytest.mark.parametrize(("layout", "data"), [("DP 2", "padded"), ("CP 2", "packed")])
+def test_each_token_weighs_what_loops_over_completions_say(
+    train, layout, data, aggregation, loss_type, trained
+):
+    options = ["weigh=true", f'loss_type="{loss_type}"', "beta=0.1"]
+    numbers = train(aggregation, *LAYOUTS[layout], data, *options)
+    for tokens, weighed in zip(numbers["tokens"], numbers["weighed"], strict=True):
+        per_token = [
+            1 / len(tokens) / n if trained == "sample_mean" else 1 / sum(tokens) for n in tokens
+        ]
+        wanted = sorted(zip(tokens, per_token, per_token, strict=True))
+        for got, want in zip(sorted(weighed), wanted, strict=True):
+            assert got == pytest.approx(want, rel=1e-5)
+
+
 def test_packed_at_cp_2_ms_swifts_own_gradient_differs_as_much(train):
     alone = train("stock", 1, 1, "average", "packed")
     split = train("stock", 2, 2, "average", "packed")

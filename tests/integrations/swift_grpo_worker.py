@@ -9,6 +9,7 @@ a template encodes, its arguments' defaults without their checks, checkpoints. T
 what ms-swift logs to FILE as JSON, with each step's gradient, and rank 0, if it is the only one,
 the loss of each step and its gradient by loops over completions and tokens. AGGREGATION ``stock``:
 ``install`` is left out; ``shadow``: it asks for shadows only. A refusal is printed by every rank.
+With ``weigh=true`` the file has each step's tokens and weights, and the drawn tokens.
 """
 
 import math
@@ -27,6 +28,7 @@ from swift.megatron.trainers import grpo_trainer
 from swift.megatron.utils import wrap_model
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg.integrations import weigh_rl
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify.step_data import VOCABULARY
 
@@ -297,6 +299,7 @@ def train(path, mode, cp, loss_scaling, layout, more):
     asked = {"stock": None, "shadow": f"None, options=Options(shadow={shadow!r})"}.get(
         mode, f"Aggregation({mode!r}{divisor})"
     )
+    weighing = weigh_rl.install("ms-swift", steps=STEPS) if more.pop("weigh", False) else None
     hook = swift_worker.installed(path, "ms_swift_grpo", asked)
     grpo_trainer.encode_sample = encoded
     args = arguments(cp, loss_scaling, layout, more)
@@ -311,6 +314,13 @@ def train(path, mode, cp, loss_scaling, layout, more):
         trainer.disable_rollout_importance_sampling = False
         trainer.rollout_importance_sampling_mode = "token_truncate"
     trainer.train(Prompts(64, seed=0), Prompts(8, seed=1))
+    if weighing is not None:
+        trainer.written["weighed"] = [
+            [(one.tokens, one.weight_min, one.weight_max) for one in step.sequences]
+            for step in weighing.weighed
+        ]
+        drawn = [[one for group in completions(step) for one in group] for step in range(STEPS)]
+        trainer.written["tokens"] = [[sum(one.trained) for one in step] for step in drawn]
     cuts = mode == "prompt_mean" and BATCH // parallel_state.get_data_parallel_world_size() % GROUP
     assert ("prompts over several steps" in faults._warned) == bool(cuts)
     return trainer, hook

@@ -133,6 +133,8 @@ def errors_of(launches, tmp_path):
         out = launched("integrations/areal_worker.py", *arguments, processes=processes)
         lines = dict(re.findall(r"^([a-z_ ]+/\w+/\w+/\w+): (\S+)$", out, re.M))
         assert list(lines) == list(cases), out
+        weighed = [one for one in cases if re.search("/pg/.*/(ours|areal|per_token)$", one)]
+        assert re.findall(r"^(\S.*): weighed$", out, re.M) == weighed
         return [float(error) for error in lines.values()]
 
     return run

@@ -20,6 +20,7 @@ TOKEN, SEQUENCE = (f"{case}/{{}}" for case in OF_PROMPTS)
 OF_LOSSES = ("nll", "value", "split", "split nll", "KL")
 OF_MODES = [f"{loss}/{mode}" for loss in OF_LOSSES for mode in SPLIT]
 OF_MODES.append("KL with a rest/sample_mean")
+STOCK_AND_OURS = ("token/stock", "sequence/stock", "token/sample_mean", "sequence/constant")
 MICROBATCHES = {
     "M = 1": (1, 2, "padded", 6, 1),
     "M = 3": (1, 2, "padded", 2, 3),
@@ -90,6 +91,16 @@ def test_nemo_rl_trains_sft_values_distillation_and_split_steps_by_the_mode(
 ):
     trained = errors_of(given, cp, processes, how, *[f"{case}/{size}" for case in OF_MODES])
     assert max(error for error, _ in trained) < 1e-12
+
+
+@needs("NeMo-RL", installed=True)
+@pytest.mark.parametrize("name", MICROBATCHES)
+def test_each_token_of_nemo_rls_policy_loss_and_kl_weighs_what_loops_over_tokens_say(given, name):
+    cp, processes, how, size, _ = MICROBATCHES[name]
+    cases = [f"{case}/{size}" for case in STOCK_AND_OURS]
+    arguments = ("weigh", *given, cp, how, *cases)
+    out = launched("integrations/nemo_rl_worker.py", *arguments, processes=processes)
+    assert re.findall(r"^(.*): weighed", out, re.MULTILINE) == cases
 
 
 @needs("NeMo-RL", installed=True)

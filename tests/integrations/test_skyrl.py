@@ -369,6 +369,11 @@ def test_with_the_patch_the_weights_are_ours_on_split_models_and_padded_sequence
 
 
 @needs("SkyRL", installed=True)
+def test_without_the_patch_weigh_shows_which_means_kl_and_entropy_are(errors_of):
+    errors_of("SkyRL", [f"prompt_mean/{EVERYTHING}/padded/{m}" for m in (1, 3)], patch=None)
+
+
+@needs("SkyRL", installed=True)
 def test_the_patch_keeps_the_weights_in_skyrls_own_precision(errors_of):
     cases = [f"{mode}/{EVERYTHING}/packed/3" for mode in MODES]
     errors = errors_of("SkyRL", cases, processes=2, bound=1e-5, is_exact=False)

@@ -11,9 +11,13 @@ from shared import assert_same, launched
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
+from verl.workers.engine.megatron import transformer_impl
+from verl.workers.utils import losses as verl_losses
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations import verl as verl_plugin
+from megatron_lossagg.integrations._rebind import HOOK
 from megatron_lossagg.integrations.verl import LossMode
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.frameworks import verl as verl_checks
@@ -176,6 +180,30 @@ def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, p
     assert out.count(": the reference") == 14 + 2 * per_token
     # Of an odd number of tokens verl counts one less per microbatch, at CP 2: too large a loss.
     assert len(re.findall(r" 1\.0[0-9]*[1-9] times its alias", out)) == 2 * per_token
+
+
+@pytest.mark.parametrize("per_token", [0, 1])
+def test_each_token_of_verls_terms_weighs_what_loops_over_tokens_say(per_token):
+    """Stock at an odd number of tokens too, where verl's count is one too low at CP 2."""
+    out = launched("verl_weigh_worker.py", per_token, processes=4)
+    print(out)
+    assert out.count(": the reference") == 14 + 6 * per_token
+
+
+@pytest.mark.parametrize("weighs", ["", "1"])
+def test_the_variable_lets_the_plugin_weigh(monkeypatch, weighs):
+    monkeypatch.setenv(verl_plugin.WEIGH, weighs)
+    monkeypatch.setattr(transformer_impl, HOOK, getattr(transformer_impl, HOOK))
+    for module in (core_algos, verl_losses):
+        monkeypatch.setattr(module, "agg_loss", module.agg_loss)
+    own = getattr(transformer_impl, HOOK), verl_losses.agg_loss
+    verl_plugin._register.__wrapped__()
+    assert [
+        one is not two
+        for one, two in zip(
+            own, (getattr(transformer_impl, HOOK), verl_losses.agg_loss), strict=True
+        )
+    ] == [bool(weighs)] * 2
 
 
 @pytest.mark.parametrize("per_token", [0, 1])

@@ -11,6 +11,8 @@ from megatron_lossagg.weigh.report import as_json, text
 
 output_of_dp2, test_dp2 = each_check("weigh/weigh_worker.py", processes=2)
 output_of_dp2_cp2, test_dp2_cp2 = each_check("weigh/weigh_worker.py", processes=4)
+output_of_calls_dp2, test_calls_dp2 = each_check("weigh/weigh_calls_worker.py", processes=2)
+output_of_calls_cp2, test_calls_cp2 = each_check("weigh/weigh_calls_worker.py", processes=4)
 
 LENGTHS = ((3, 5), (4,))
 """Tokens of the sequences of two microbatches of one rank."""
@@ -63,6 +65,11 @@ def test_num_tokens_divide_what_was_measured():
 def test_a_step_without_num_tokens_is_named():
     step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=0, is_divided=True))
     assert step.causes == ("num_tokens is 0: finalize divides by nothing",)
+
+
+def test_a_loss_function_that_divides_by_itself_needs_no_num_tokens():
+    step = compare(ranks(lambda n_mb, n: 1 / 12, num_tokens=0, is_divided=True))
+    assert (step.trains, [*step.causes]) == ("token_mean", [])
 
 
 def test_a_factor_is_named_by_what_it_equals():
@@ -147,6 +154,18 @@ def test_weights_inside_a_sequence_that_differ_in_sign_are_infinitely_apart(boun
     step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of(bounds))])
     assert step.inside == float("inf")
     assert "one sequence, token to token" in text(step)
+
+
+def test_a_sequence_is_reported_by_its_name_within_80_columns():
+    weights = (1 / 8, 1 / 4)
+    parts = [replace(one, name="u" * 90) for one in parts_of(*((w, w) for w in weights))]
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts)])
+    assert [one.name for one in step.sequences] == ["u" * 90] * 2
+    lines = text(step).splitlines()
+    assert any(line.startswith("  0/0/1 uuuu") for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert "next:" in text(step)
+    assert "next:" not in text(step, advises=False)
 
 
 def test_weights_that_are_not_finite_are_named_and_none_in_the_object():

@@ -1,0 +1,14 @@
+"""Batches of verl's, planned as its engine plans them."""
+
+import torch
+
+from megatron_lossagg.integrations import _verl_batch, verl
+
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])
+UIDS = ["a", "b", "a", f"pad{'0' * 32}"]
+
+
+def planned(name, mask=MASK, uids=UIDS, sessions=None, **more):
+    columns = {"loss_mask": mask, "uid": uids, "session_id": sessions, **more}
+    data = {column: values for column, values in columns.items() if values is not None}
+    return _verl_batch.plan_batch(verl.LossMode.named(name).aggregation(4), data, None)

@@ -1,0 +1,177 @@
+"""What single calls of ``losses`` weigh, and what is refused: DP 2, and CP 2 with four ranks.
+
+The loss of token t is weight t, as in ``weigh_worker.py``, without a schedule.
+"""
+
+import os
+
+import pytest
+import tiny_gpt
+import token_model
+import torch
+import torch.distributed as dist
+from check_runner import run_checks
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.weigh.weighing import Weighing
+
+CP = int(os.environ["WORLD_SIZE"]) // 2
+CUTS = [0, 8, 12, 16]
+LOSS_SCALE = 1024.0
+
+
+def check_a_model_whose_ranks_nobody_adds_up_is_refused():
+    with pytest.raises(ContractError, match="expected a model in Megatron's or torch's"):
+        Weighing(torch.nn.Linear(2, 2))
+
+
+def check_a_loss_that_is_recomputed_is_weighed_once():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    mask, losses = torch.ones(4), [chunk(torch.arange(4)) for _ in range(2)]
+    weighing = Weighing([chunk], num_microbatches=1)
+    with weighing:
+        losses = [weighing.losses(one, mask, lengths=[3, 1]) for one in losses]
+        losses[1].sum().backward()
+    parts = weighing.of_this_rank().parts
+    assert [(part.microbatch, part.tokens) for part in parts] == [(0, 3), (0, 1)]
+    assert all(part.weight_min == part.weight_max > 0 for part in parts)
+    assert weighing.weighed().tokens == 4 * dist.get_world_size()
+
+
+def check_a_call_that_is_missing_for_a_microbatch_is_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk], num_microbatches=2)
+    weighing.losses(chunk(torch.arange(4)), lengths=[4])
+    with pytest.raises(ContractError, match="in a step of 2 microbatches, expected as many"):
+        weighing.weighed()
+
+
+def check_terms_are_weighed_by_themselves():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        policy, kl = chunk(torch.arange(4)), chunk(torch.arange(4))
+        policy = weighing.losses(policy, lengths=[3, 1], term="policy")
+        kl = weighing.losses(kl, lengths=[3, 1], term="kl")
+        (policy.mean() + 0.3 * kl.mean()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    with pytest.raises(ContractError, match="got the terms"):
+        weighing.weighed()
+    step = weighing.terms()
+    assert step["policy"].trains == "token_mean"
+    assert step["kl"].weight_sum / step["policy"].weight_sum == pytest.approx(0.3)
+
+
+def check_a_term_that_one_rank_lacks_has_the_num_tokens_of_all():
+    chunk = token_model.wrapped(tiny_gpt.config_of(per_token=True), 16)
+    weighing, n = Weighing([chunk]), dist.get_world_size()
+    with weighing:
+        x, y = chunk(torch.arange(4)), chunk(torch.arange(4))
+        loss = weighing.losses(x, lengths=[4], term="policy").sum()
+        if dist.get_rank() == 0:
+            loss = loss + weighing.losses(y, lengths=[4], term="kl").sum()
+        loss.backward()
+        num_tokens = torch.tensor(4, dtype=torch.int32)
+        chunk.config.finalize_model_grads_func([chunk], num_tokens)
+    terms = weighing.terms()
+    assert terms["kl"].weight_sum == pytest.approx(1 / n)
+    assert terms["policy"].weight_sum == pytest.approx(1.0)
+
+
+def check_a_rank_without_a_token_has_no_term_of_its_own():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        losses = chunk(torch.arange(4))
+        if dist.get_rank() == 0:
+            losses = weighing.losses(losses, lengths=[4], term="policy")
+        losses.sum().backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    assert [*weighing.terms()] == ["policy"]
+
+
+def check_a_loss_scale_that_changes_after_the_step_is_the_steps():
+    scale = {"now": LOSS_SCALE}
+    made = tiny_gpt.config_of(grad_scale_func=lambda loss: loss * scale["now"])
+    chunk = token_model.wrapped(made, 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        losses = weighing.losses(chunk(torch.arange(4)), lengths=[4])
+        made.grad_scale_func(losses.mean()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    scale["now"] *= 2
+    assert weighing.weighed().weight_sum == pytest.approx(1.0)
+
+
+def check_a_weighing_weighs_one_step():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        for _ in range(2):
+            chunk.config.finalize_model_grads_func([chunk], None)
+    with pytest.raises(ContractError, match="2 steps inside of one Weighing"):
+        weighing.weighed()
+    with pytest.raises(ContractError, match="got a second step"), weighing:
+        pass
+
+
+def check_what_one_rank_refuses_is_raised_on_every_rank():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        lengths = [3] if dist.get_rank() == 0 else [4]
+        weighing.losses(chunk(torch.arange(4)), torch.ones(4), lengths=lengths).sum().backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    with pytest.raises(ContractError, match="got losses of 4 tokens, expected 3"):
+        weighing.weighed()
+
+
+def check_a_mask_of_any_dtype_is_taken_and_of_another_size_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with pytest.raises(ContractError, match="got a mask of 3 for 4 losses"):
+        weighing.losses(chunk(torch.arange(4)), torch.ones(3), lengths=[4])
+    with weighing:
+        mask = torch.ones(4, dtype=torch.bfloat16)
+        weighing.losses(chunk(torch.arange(4)), mask, lengths=[4]).sum().backward()
+    assert weighing.of_this_rank().parts[0].tokens == 4
+
+
+def check_trained_tokens_past_the_last_sequence_are_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        cuts = [0, 2 * CP]
+        weighing.losses(chunk(torch.arange(4)), cu_seqlens=cuts).sum().backward()
+    with pytest.raises(ContractError, match="trained tokens past the last sequence"):
+        weighing.of_this_rank()
+
+
+def check_offsets_that_are_not_of_the_losses_are_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    weighing.losses(chunk(torch.arange(4)), cu_seqlens=CUTS)
+    with pytest.raises(ContractError, match="got losses of 4 tokens, expected"):
+        weighing.of_this_rank()
+    with pytest.raises(ContractError, match="expected the losses of tokens"):
+        weighing.losses(torch.zeros(2, 3, 4))
+
+
+def check_a_loss_in_pieces_is_one_microbatch_and_one_without_a_call_has_no_token():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk], num_microbatches=3)
+    with weighing:
+        one, two, three = (chunk(torch.arange(n)) for n in (4, 2, 6))
+        one = weighing.losses(one, lengths=[3, 1], microbatch=0, names=["a", "b"])
+        two = weighing.losses(two, lengths=[2], microbatch=0, names=["c"])
+        three = weighing.losses(three, lengths=[6], microbatch=2)
+        (one.sum() + two.sum() + three.sum()).backward()
+    parts = weighing.of_this_rank().parts
+    found = [(part.microbatch, part.sequence, part.name, part.tokens) for part in parts]
+    assert found == [(0, 0, "a", 3), (0, 1, "b", 1), (0, 2, "c", 2), (2, 0, "", 6)]
+    assert weighing.of_this_rank().sizes["M"] == 3
+
+
+if __name__ == "__main__":
+    tiny_gpt.start(cp=CP)
+    run_checks(globals())
