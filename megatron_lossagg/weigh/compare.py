@@ -95,8 +95,8 @@ class Weighed:
     """Whether Megatron finalized the step; if not, ``fits`` is empty."""
     nearest: str
     """The mode whose ratios are closest to one another."""
-    factor: float | None
-    """a_t over the weight of ``nearest`` if it is the same for all tokens, else None."""
+    factors: Mapping[str, float]
+    """a_t / w_s of each mode for which it is the same for all tokens."""
     relative: Sequence[float]
     """Each sequence's mean weight of a token over that of ``nearest``."""
     inside: float
@@ -109,6 +109,11 @@ class Weighed:
         from megatron_lossagg.weigh.report import text
 
         return text(self)
+
+    @property
+    def factor(self) -> float | None:
+        """a_t over the weight of ``nearest`` if it is the same for all tokens, else None."""
+        return self.factors.get(self.nearest)
 
     @property
     def verdict(self) -> str:
@@ -165,7 +170,7 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
         fits=fits,
         is_finalized=is_finalized,
         nearest=nearest,
-        factor=found.get(nearest),
+        factors={name: at for name, at in found.items() if at is not None},
         relative=relative,
         inside=inside,
     )
@@ -348,7 +353,8 @@ def _counts_of_means(
 
 def _constant(low: float, high: float, tolerance: float) -> float | None:
     middle = (low + high) / 2
-    return middle if middle and abs(high - low) <= tolerance * abs(middle) else None
+    is_one = math.isfinite(middle) and abs(high - low) <= tolerance * abs(middle)
+    return middle if middle and is_one else None
 
 
 def _is(value: float, wanted: float, tolerance: float) -> bool:

@@ -196,6 +196,11 @@ def test_weights_that_are_not_finite_are_named_and_none_in_the_object():
     json.dumps(as_json(step, number=1), allow_nan=False)
 
 
+def test_an_infinite_weight_is_no_factor():
+    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((0.125, float("inf"))))
+    assert compare([one]).factor is None
+
+
 def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():
     step = compare(ranks(lambda n_mb, n: 1 / 12, is_finalized=False))
     assert (step.trains, [*step.fits]) == (None, [])
