@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan as StepPlan
     from megatron_lossagg.reduction.plan import plan_step as plan_step
     from megatron_lossagg.reduction.sequences import Sequences as Sequences
+    from megatron_lossagg.verify.own_loss import check_loss as check_loss
     from megatron_lossagg.weigh.weighing import Weighing as Weighing
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ _MODULE_OF = {
     "StepTotals": "reduction.counts",
     "Weighing": "weigh.weighing",
     "add_loss_aggregation_args": "loop.flags",
+    "check_loss": "verify.own_loss",
     "plan_step": "reduction.plan",
 }
 

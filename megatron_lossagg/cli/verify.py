@@ -7,10 +7,11 @@ reference on one process. Without options: a standard set of layouts on 4 CPU
 processes of this machine; with --gpu on its GPUs and NCCL, several ranks on one if
 there are fewer. Under torchrun: the launcher's ranks, with CUDA and NCCL if
 available. With --framework, a framework's own functions are compared
-with the reference first; if none of them can run, no case does. Exit status: 0
-if all cases pass and no check of a framework failed, 1 if one failed, 2 for
-wrong usage and if no check of a framework could run; which of several could not
-is named and changes no status.
+with the reference first; if none of them can run, no case does. With --loss-func,
+only a loss function of one's own is checked, against itself on one process.
+Exit status: 0 if all cases pass and no check of a framework failed, 1 if one
+failed, 2 for wrong usage and if no check of a framework could run; which of
+several could not is named and changes no status.
 Progress goes to standard error, the result to standard output.
 """
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron_lossagg
+from megatron_lossagg.cli import verify_loss
 from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.verify_markdown import markdown
 from megatron_lossagg.cli.verify_report import Report, finite, show
@@ -44,7 +46,7 @@ from megatron_lossagg.verify.environment import Fact, environment, megatron_core
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted, none_ran
 from megatron_lossagg.verify.frameworks.run_checks import TIMEOUT, run_framework
-from megatron_lossagg.verify.job import Event, Job, RanksTimedOut, launched
+from megatron_lossagg.verify.job import Event, Job, RanksTimedOut, first_failure, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.text import number_of
 
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest in _OF_A_RUN:  # refused with a reason, and not offered
             action.help = argparse.SUPPRESS
+    verify_loss.add_arguments(parser)
     run = parser.add_argument_group("run")
     hooked = ", ".join(name for name, framework in FRAMEWORKS.items() if framework.is_hooked)
     run.add_argument(
@@ -109,6 +112,12 @@ def run(args: argparse.Namespace) -> int:
     launcher = _launcher()
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
+    if args.loss_func is not None:
+        return verify_loss.run(args, _given(args) | ({"launcher": ""} if launcher else {}))
+    if args.batch is not None:
+        raise ProofError(
+            "got --batch without --loss-func, which it is for: add it, or drop --batch"
+        )
     if args.framework is not None:
         if launcher is not None:
             raise ProofError(
@@ -256,6 +265,14 @@ class _Launcher(NamedTuple):
     world_size: int
 
 
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that differ from their default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    return {name: value for name, value in vars(args).items() if defaults.get(name, value) != value}
+
+
 def _launcher() -> _Launcher | None:
     """Read this process's rank from torchrun's environment; None without a launcher."""
     ranks = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
@@ -334,14 +351,7 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float, gpus: 
         done = launched(job, take, processes=job.world_size, timeout=timeout, gpus=gpus)
     except RanksTimedOut as expired:
         what = "\n".join([f"The run did not finish in {timeout:g} s (--timeout)", *expired.last])
-        return _failure(what, str(expired.stderr))
+        return first_failure(what, str(expired.stderr))
     if not done.returncode:
         return ""
-    return _failure("A rank failed", done.stderr or f"exit status {done.returncode}")
-
-
-def _failure(what: str, printed: str) -> str:
-    """Write what happened, and the last lines that the first rank to print an error has printed."""
-    lines = [line for line in printed.splitlines() if "<frozen " not in line]
-    first = next((line.partition(":")[0] for line in lines if line.startswith("[rank")), "")
-    return "\n".join([what, *[line for line in lines if line.startswith(first)][-60:]])
+    return first_failure("A rank failed", done.stderr or f"exit status {done.returncode}")

@@ -24,7 +24,7 @@ from megatron_lossagg.cpu.launch import launch, run_alone
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = ["Event", "Job", "RanksTimedOut", "launched", "read_job", "write_job"]
+__all__ = ["Event", "Job", "RanksTimedOut", "first_failure", "launched", "read_job", "write_job"]
 
 Event = dict[str, Any]
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -126,6 +126,13 @@ def launched(
         finally:
             ended.set()
             follower.join()
+
+
+def first_failure(what: str, printed: str) -> str:
+    """Write what happened, and the last lines that the first rank to print an error has printed."""
+    lines = [line for line in printed.splitlines() if "<frozen " not in line]
+    first = next((line.partition(":")[0] for line in lines if line.startswith("[rank")), "")
+    return "\n".join([what, *[line for line in lines if line.startswith(first)][-60:]])
 
 
 def _last_did(events: Path, rank: int) -> str:

@@ -6,7 +6,7 @@ NumPy only; knows neither tensors nor groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
@@ -91,8 +91,8 @@ class Weighed:
     """Whether Megatron finalized the step; if not, ``fits`` is empty."""
     nearest: str
     """The mode whose ratios are closest to one another."""
-    factor: float | None
-    """a_t over the weight of ``nearest`` if it is the same for all tokens, else None."""
+    factors: Mapping[str, float]
+    """a_t / w_s of each mode for which it is the same for all tokens."""
     relative: Sequence[float]
     """Each sequence's mean weight of a token over that of ``nearest``."""
     inside: float
@@ -105,6 +105,11 @@ class Weighed:
         from megatron_lossagg.weigh.report import text
 
         return text(self)
+
+    @property
+    def factor(self) -> float | None:
+        """a_t over the weight of ``nearest`` if it is the same for all tokens, else None."""
+        return self.factors.get(self.nearest)
 
     @property
     def verdict(self) -> str:
@@ -161,7 +166,7 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
         fits=fits,
         is_finalized=is_finalized,
         nearest=nearest,
-        factor=found.get(nearest),
+        factors={name: at for name, at in found.items() if at is not None},
         relative=relative,
         inside=inside,
     )
@@ -275,44 +280,78 @@ def _causes(
         equal = f" = {' = '.join(names)}" if names else ""
         return [f"a constant factor on {step.nearest}: {step.factor:.6g}{equal}"]
     m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
-    for name, is_whole in (("microbatch", True), ("microbatch and context-parallel rank", False)):
-        num_means = m * dp * (1 if is_whole else cp)
-        found = _means(ranks, factor, num_means, tolerance=tolerance, is_whole=is_whole)
-        if found is not None:
-            empty = f"; {num_means - found} of {num_means} have no token" * (found < num_means)
-            return [f"a mean of one token mean per {name}{empty}"]
+    for where, num_means, place_of in (
+        ("microbatch", m * dp, _microbatch),
+        ("microbatch and context-parallel rank", m * dp * cp, _microbatch_here),
+        ("microbatch of all ranks", m, _microbatch_of_all),
+        ("data-parallel rank", dp, _data_parallel_rank),
+    ):
+        for of in ("token", "sample"):
+            counts = _counts_of_means(ranks, place_of, of)
+            is_mean = all(
+                _is(factor * weight * counts[place, sequence] * num_means, 1, tolerance)
+                for place, sequence, part in _placed(ranks, place_of)
+                for weight in (part.weight_min, part.weight_max)
+            )
+            if is_mean:
+                found = len({place for place, _ in counts})
+                empty = f"; {num_means - found} of {num_means} have no token"
+                return [f"a mean of one {of} mean per {where}{empty * (found < num_means)}"]
     return []
 
 
-def _means(
-    ranks: Sequence[RankWeights],
-    factor: float,
-    num_means: int,
-    *,
-    tolerance: float,
-    is_whole: bool,
-) -> int | None:
-    """Return how many means have tokens if each token weighs 1 / (``num_means``, tokens of its
-    mean), else None.
-    """
-    tokens: dict[tuple[int, ...], int] = {}
-    bounds: dict[tuple[int, ...], list[float]] = {}
+_Place = tuple[int, ...]
+
+
+def _microbatch(rank: RankWeights, part: Part) -> _Place:
+    return rank.dp_rank, part.microbatch
+
+
+def _microbatch_here(rank: RankWeights, part: Part) -> _Place:
+    return rank.dp_rank, part.microbatch, rank.cp_rank
+
+
+def _microbatch_of_all(rank: RankWeights, part: Part) -> _Place:
+    return (part.microbatch,)
+
+
+def _data_parallel_rank(rank: RankWeights, part: Part) -> _Place:
+    return (rank.dp_rank,)
+
+
+def _placed(
+    ranks: Sequence[RankWeights], place_of: Callable[[RankWeights, Part], _Place]
+) -> Iterator[tuple[_Place, _Place, Part]]:
+    """List each part with the place of its mean, and its sequence."""
     for rank in ranks:
         for part in rank.parts:
-            key = (rank.dp_rank, part.microbatch, *([] if is_whole else [rank.cp_rank]))
-            tokens[key] = tokens.get(key, 0) + part.tokens
-            bounds.setdefault(key, []).extend([part.weight_min, part.weight_max])
-    is_mean = all(
-        _is(factor * weight * tokens[key] * num_means, 1, tolerance)
-        for key, weights in bounds.items()
-        for weight in (min(weights), max(weights))
-    )
-    return len(tokens) if is_mean else None
+            yield place_of(rank, part), (rank.dp_rank, part.microbatch, part.sequence), part
+
+
+def _counts_of_means(
+    ranks: Sequence[RankWeights], place_of: Callable[[RankWeights, Part], _Place], of: str
+) -> dict[tuple[_Place, _Place], int]:
+    """Count, for each sequence in each place, what one mean there divides its token by.
+
+    ``of``: ``token``, the tokens of the place; ``sample``, its sequences times the tokens that the
+    sequence has there.
+    """
+    tokens: dict[tuple[_Place, _Place], int] = {}
+    for place, sequence, part in _placed(ranks, place_of):
+        tokens[place, sequence] = tokens.get((place, sequence), 0) + part.tokens
+    sums: dict[_Place, int] = {}
+    for (place, _), number in tokens.items():
+        sums[place] = sums.get(place, 0) + (number if of == "token" else 1)
+    return {
+        (place, sequence): sums[place] * (number if of == "sample" else 1)
+        for (place, sequence), number in tokens.items()
+    }
 
 
 def _constant(low: float, high: float, tolerance: float) -> float | None:
     middle = (low + high) / 2
-    return middle if middle and abs(high - low) <= tolerance * abs(middle) else None
+    is_one = math.isfinite(middle) and abs(high - low) <= tolerance * abs(middle)
+    return middle if middle and is_one else None
 
 
 def _is(value: float, wanted: float, tolerance: float) -> bool:

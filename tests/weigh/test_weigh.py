@@ -96,6 +96,46 @@ def test_microbatches_without_a_token_are_means_too():
     assert max(map(len, lines)) <= 80
 
 
+def of_two_ranks(weight):
+    """Return two ranks, each as in ``ranks``; ``weight(n_mb, b_mb, n)``: also by its sequences."""
+    sequences_of = {sum(lengths): len(lengths) for lengths in LENGTHS}
+    (one,) = ranks(lambda n_mb, n: weight(n_mb, sequences_of[n_mb], n))
+    both = [replace(one, dp_rank=rank, sizes={**one.sizes, "DP": 2}) for rank in (0, 1)]
+    return [both[0], replace(both[1], parts=both[1].parts[:2])]  # of two and of one microbatch
+
+
+@pytest.mark.parametrize(
+    ("weight", "cause"),
+    [
+        (
+            lambda n_mb, b_mb, n: 1 / (4 * b_mb * n),
+            "a mean of one sample mean per microbatch; 1 of 4 have no token",
+        ),
+        (
+            lambda n_mb, b_mb, n: 1 / (2 * (16 if n_mb == 8 else 4)),
+            "a mean of one token mean per microbatch of all ranks",
+        ),
+        (
+            lambda n_mb, b_mb, n: 1 / (2 * n * (4 if n_mb == 8 else 1)),
+            "a mean of one sample mean per microbatch of all ranks",
+        ),
+    ],
+)
+def test_means_of_samples_and_of_all_ranks_are_named(weight, cause):
+    step = compare(of_two_ranks(weight))
+    assert (step.trains, step.causes) == (None, (cause,))
+
+
+def test_means_of_data_parallel_ranks_are_named():
+    first, second = of_two_ranks(lambda n_mb, b_mb, n: 1 / (2 * 12))
+    means = [
+        replace(part, weight_min=1 / 16, weight_max=1 / 16, weight_sum=part.tokens / 16)
+        for part in second.parts
+    ]
+    step = compare([first, replace(second, parts=means)])
+    assert step.causes == ("a mean of one token mean per data-parallel rank",)
+
+
 @pytest.mark.parametrize(
     ("mode", "weight"),
     [("token_mean", lambda n_mb, n: -1 / 12), ("sample_mean", lambda n_mb, n: -0.01 / (3 * n))],
@@ -173,6 +213,11 @@ def test_weights_that_are_not_finite_are_named_and_none_in_the_object():
     assert step.trains is None
     assert step.causes[0].startswith("weights of 1 sequences are not finite")
     json.dumps(as_json(step, number=1), allow_nan=False)
+
+
+def test_an_infinite_weight_is_no_factor():
+    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((0.125, float("inf"))))
+    assert compare([one]).factor is None
 
 
 def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():

@@ -1,0 +1,172 @@
+"""``check_loss``: a loss function of one's own on every split, and what it is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import fork_server
+from frameworks import checkout_of, needs
+from own_losses import gspo, gspo_of_parts, pretrain_gpt, sequences, seventh, sum_over_7
+
+from megatron_lossagg import check_loss
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.errors import ProofError
+from megatron_lossagg.verify.own_loss import SPLITS, LossCheck
+
+M3, DP2, CP2, BSHD, ALL, ALL_BSHD = SPLITS
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    monkeypatch.setattr("megatron_lossagg.verify.job.launch", fork_server().launch)
+
+
+def checked(name, batch=None, *, loss_scaling="average", splits=SPLITS):
+    return check_loss(f"own_losses:{name}", batch, loss_scaling=loss_scaling, splits=splits)
+
+
+@pytest.mark.launches
+def test_stock_is_named_a_mean_per_microbatch_in_one_scaling_and_passes_in_the_other():
+    check = check_loss(pretrain_gpt, loss_scaling=("average", "per_token"))
+    assert check.references == {"average": "token_mean", "per_token": "token_mean"}
+    average, per_token = check.cases[:6], check.cases[6:]
+    of_rank = "a mean of one token mean per microbatch and context-parallel rank"
+    causes = [case.causes[0] if case.causes else "" for case in average]
+    of_microbatch = "a mean of one token mean per microbatch"
+    assert causes == [of_microbatch, of_microbatch, of_rank, "", of_rank, causes[-1]]
+    assert causes[-1].startswith(of_rank)
+    assert [case.passed for case in average] == [False, False, False, True, False, False]
+    assert average[0].trains == "microbatch_token_mean"
+    assert all(case.passed and case.measured == "1" for case in per_token)
+    assert not check.passed
+    assert str(check).startswith("FAIL: own_losses:pretrain_gpt trains what one process")
+    assert max(map(len, str(check).splitlines())) <= 80
+
+
+@pytest.mark.launches
+def test_the_weights_are_those_of_a_loop_over_tokens():
+    """One sequence of n tokens in each microbatch: its tokens weigh 1 / (M n), not 1 / N."""
+    batch = sequences(3)
+    n_s = [sum(1 for m in sequence["loss_mask"] if m) for sequence in batch]
+    relative = [sum(n_s) / (3 * n) for n in n_s]
+    (case,) = checked("pretrain_gpt", batch, splits=[M3]).cases
+    assert (case.smallest, case.largest) == pytest.approx((min(relative), max(relative)), rel=1e-5)
+
+
+@pytest.mark.launches
+@needs("Megatron-LM")
+def test_megatron_lms_own_loss_func_is_named_as_its_formula_is(monkeypatch):
+    monkeypatch.syspath_prepend(checkout_of("Megatron-LM"))
+    check = check_loss("stock_loss:loss_func", loss_scaling=("average", "per_token"))
+    assert check.references == {"average": "token_mean", "per_token": "token_mean"}, check
+    average, per_token = check.cases[:6], check.cases[6:]
+    assert all(case.passed for case in per_token)
+    assert average[0].causes == ["a mean of one token mean per microbatch"]
+    assert [case.passed for case in average] == [split == BSHD for split in SPLITS]
+
+
+@pytest.mark.launches
+def test_a_right_global_mean_passes_and_a_seventh_of_it_is_named():
+    right, wrong = checked("global_mean"), check_loss(seventh, loss_scaling="average")
+    assert right.passed, right
+    assert right.references == {"average": "token_mean"}
+    assert wrong.passed, wrong
+    assert wrong.references == {"average": "0.142857 = 1/7 times token_mean"}
+
+
+@pytest.mark.launches
+def test_a_sum_that_knows_no_sizes_is_off_by_them():
+    check = check_loss(sum_over_7, loss_scaling="average")
+    assert check.references == {"average": "0.142857 = 1/7 times token_sum"}
+    assert [[*case.equals] for case in check.cases][:4] == [["1/M"], ["1/DP"], ["1/CP"], []]
+    assert check.cases[4].factor == pytest.approx(1 / 12)
+    assert check.cases[4].equals[-1] == "1/(M DP CP)"
+    assert check.cases[0].measured == "0.333333 = 1/3 = 1/M"
+
+
+@pytest.mark.launches
+def test_a_mean_of_sample_means_is_named():
+    (m3, dp2) = checked("mean_of_samples", splits=[M3, DP2]).cases
+    assert [*m3.causes] == ["a mean of one sample mean per microbatch"]
+    assert dp2.passed  # six sequences on each rank
+
+
+@pytest.mark.launches
+def test_a_policy_loss_is_no_mode_and_its_cause_is_found():
+    check = checked("policy", sequences(), loss_scaling=("average", "per_token"))
+    assert check.references == {"average": "", "per_token": ""}
+    average, per_token = check.cases[:6], check.cases[6:]
+    assert all(case.passed for case in per_token)
+    assert [*average[0].causes] == ["a mean of one token mean per microbatch"]
+
+
+@pytest.mark.launches
+def test_a_loss_may_communicate_and_is_wrong_where_it_should_have():
+    right = check_loss(gspo, "own_losses:sequences", loss_scaling="per_token")
+    assert right.passed, right
+    wrong = check_loss(gspo_of_parts, sequences(), loss_scaling="per_token")
+    assert [case.passed for case in wrong.cases] == ["cp" not in split for split in SPLITS]
+    assert "no known cause" in wrong.cases[2].measured
+
+
+@pytest.mark.launches
+def test_a_loss_that_trains_other_tokens_is_no_pass():
+    check = checked("of_padding", sequences(), splits=[M3])
+    assert not check.passed
+    assert "trains on one process in one microbatch padding" in check.failure
+    (m3, cp2) = checked("padding_at_cp", splits=[M3, CP2], loss_scaling="per_token").cases
+    assert (m3.passed, cp2.passed) == (True, False)
+    assert cp2.measured == "not finite, or of tokens that one process does not train"
+
+
+@pytest.mark.launches
+def test_what_a_loss_function_raises_is_the_failure(capsys):
+    check = checked("raises", splits=[M3])
+    assert (check.passed, [*check.cases]) == (False, [])
+    assert "KeyError: 'rewards'" in str(check)
+
+
+@pytest.mark.launches
+def test_the_command_prints_the_report_and_writes_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parent)
+    flags = ["--loss-func", "own_losses:pretrain_gpt", "--microbatches", "3"]
+    report = tmp_path / "report.json"
+    assert main(["verify", *flags, "--json", str(report)]) == 1
+    assert "PASS" not in (out := capsys.readouterr().out)
+    assert "trains in 1 of 2 cases" in " ".join(out.split())
+    (average, per_token) = json.loads(report.read_text())["cases"]
+    assert (average["passed"], per_token["passed"]) == (False, True)
+    assert main(["verify", *flags, "--loss-scaling", "per_token"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--loss-func", "a:b", "--tp", "2"], "got --tp with --loss-func"),
+        (["--loss-func", "a:b", "--loss-aggregation", "token_mean"], "got --loss-aggregation"),
+        (["--batch", "a:b"], "got --batch without --loss-func"),
+    ],
+)
+def test_options_of_a_model_or_a_mode_are_refused(flags, words, capsys):
+    assert main(["verify", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"loss_func": lambda microbatch, output: None}, "expected a function of a module"),
+        ({"batch": sequences(5)}, "got 5 sequences, expected at least 6"),
+        ({"batch": [{"loss_mask": [1.0]}] * 5 + [{"mask": [1.0]}]}, "in sequence 5"),
+        ({"batch": [{"loss_mask": [1.0], "reward": [1.0, 2.0]}] * 6}, "['reward']"),
+        ({"batch": [{"loss_mask": [1.0], "step": 1}] * 6}, "got the column 'step'"),
+        ({"splits": [{"tp": 2}]}, "got the split TP 2, M 3"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_process_starts(arguments, words):
+    with pytest.raises(ProofError, match=words.replace("[", r"\[")):
+        check_loss(**{"loss_func": gspo, "loss_scaling": "average", **arguments})
+
+
+def test_no_case_is_no_pass():
+    assert not LossCheck(loss_func="a:b", references={}, cases=[]).passed
