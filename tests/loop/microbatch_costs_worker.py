@@ -1,4 +1,4 @@
-"""How many calls and operations a microbatch costs its rank; ``benchmarks/microbatch.py`` counts."""
+"""Calls and operations of a microbatch, as ``benchmarks/microbatch.py`` counts them."""
 
 import torch.distributed as dist
 from check_runner import run_checks
