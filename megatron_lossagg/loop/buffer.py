@@ -203,6 +203,7 @@ class StepBuffer:
             group=_joined(counts, "group"),
             microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
             num_microbatches=self.num_microbatches,
+            num_padding=sum(int(np.asarray(mb.is_padding).sum()) for mb in counts),
         )
         try:
             plan = plan_step(

@@ -114,8 +114,7 @@ def opened_record(
         )
     if path is None or not groups.is_last_stage or dist.get_rank(groups.tp_group) != 0:
         return None, None
-    is_first = dist.get_rank(groups.dp_cp_group) == 0
-    return groups.dp_cp_group, RecordFile(path) if is_first else None
+    return groups.dp_cp_group, RecordFile(path) if groups.is_first else None
 
 
 class StepRecorder:
@@ -180,6 +179,7 @@ class StepRecorder:
                 context_parallel_size=groups.cp_size,
                 coefficients=list(recorded.get("coefficients", ())),
                 version=megatron_lossagg.__version__,
+                counted=plan.counted.known,
             )
         )
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.ids import check_ids
+from megatron_lossagg.reduction.counted import Counted, check_sample_count
 from megatron_lossagg.reduction.id_groups import IdGroups
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
@@ -33,112 +34,15 @@ from megatron_lossagg.reduction.sequences import (
     hashed,
 )
 from megatron_lossagg.reduction.step_table import StepTable
+from megatron_lossagg.reduction.totals import StepTotals, WeightTotals, WhichStep
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.exchange import Exchange
     from megatron_lossagg.reduction.one_process import OneProcess
 
-__all__ = ["StepTotals", "WeightTotals", "WhichStep", "count_step", "known_step"]
+__all__ = ["count_step", "known_step"]
 
 _Numbers = TypeVar("_Numbers", Ints, Floats)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightTotals:
-    """The step's sums of token weights, under the names of :class:`StepTotals`.
-
-    An active sample or prompt is one whose sum is not 0. Each sum over sequences is rounded once,
-    so that it depends neither on their order nor on how ranks share them.
-    """
-
-    active_tokens: float
-    samples: int
-    active_samples: int
-    prompts: int | None = None
-    active_prompts: int | None = None
-    microbatch_means: float | None
-    data_parallel_size: int | None
-    sample_lengths: Floats
-    sample_tokens: Floats
-    prompt_tokens: Floats | None = None
-    microbatch_tokens: Floats | None
-    table: StepTable
-
-    def __post_init__(self) -> None:
-        for value in vars(self).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # the weights follow from them
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """Counts of the whole step over the data-parallel group; None if not known.
-
-    Passed to :func:`plan_step` they replace the collectives: a mode raises
-    :class:`PlanError` for what they lack. What follows ``microbatch_means`` is never passed.
-
-    Examples:
-        >>> totals = StepTotals(active_tokens=8, samples=4)
-        >>> sequences = Sequences(active_tokens=[3, 1])
-        >>> plan_step(Aggregation("sample_sum"), sequences, totals=totals).weights.tolist()
-        [0.25, 0.25]
-    """
-
-    active_tokens: int | None = None
-    """N: active tokens."""
-    samples: int | None = None
-    """B: samples."""
-    prompts: int | None = None
-    """P: prompts."""
-    active_samples: int | None = None
-    """V: samples with an active token."""
-    active_prompts: int | None = None
-    """Q: prompts with an active token."""
-    microbatch_means: float | None = None
-    """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
-    data_parallel_size: int | None = field(default=None, repr=False, compare=False)
-    """DP; None if totals were passed without a group in a job of several processes."""
-    longest_sample: int | None = field(default=None, repr=False, compare=False)
-    """The largest n_b; of this rank if totals were passed."""
-    sample_lengths: Ints | None = field(default=None, repr=False, compare=False)
-    """n_b of every sample of the step, int64; None if lengths were not gathered."""
-    sample_tokens: Ints | None = field(default=None, repr=False, compare=False)
-    """n_b of each of this rank's sequences, int64 ``[S]``."""
-    prompt_tokens: Ints | None = field(default=None, repr=False, compare=False)
-    """n_p likewise; None without prompt ids."""
-    microbatch_tokens: Ints | None = field(default=None, repr=False, compare=False)
-    """n_mb of each of this rank's sequences' microbatch; None without ``Sequences.microbatch``."""
-    weighted: WeightTotals | None = field(default=None, repr=False, compare=False)
-    """The same in token weights; None without ``Sequences.token_weight_sums``."""
-    table: StepTable | None = field(default=None, repr=False, compare=False)
-    """The sequences of all ranks; None if they were not gathered."""
-
-    def __post_init__(self) -> None:
-        for value in vars(self).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # the weights follow from them
-
-
-class WhichStep(NamedTuple):
-    """Which step is planned, as far as that is known; ranks of a group plan the same."""
-
-    kind: int
-    """0 if it is not known, 1 if it trains, 2 if it evaluates."""
-    number: int
-    """Of a training step, from 1; 0 if it is not known."""
-
-    @staticmethod
-    def of(forward_only: bool | None, iteration: object) -> WhichStep:
-        """Return it; what is no number of a step is left to others to refuse."""
-        kind = 0 if forward_only is None else 1 + bool(forward_only)
-        is_number = kind == 1 and is_integer(iteration, lowest=1, highest=2**62)
-        return WhichStep(kind, cast(int, iteration) if is_number else 0)
-
-    def __str__(self) -> str:
-        """Name it in a message."""
-        if self.number:
-            return f"training step {self.number}"
-        return ("a plan", "a training step", "an evaluation")[self.kind]
 
 
 def known_step(
@@ -171,6 +75,7 @@ def known_step(
                 f"got StepTotals({name}={value!r}), expected an integer from {lowest}, "
                 "which this rank's sequences have: pass the count of the whole step"
             )
+    check_sample_count(sequences.sample_count, totals.samples, has_ids=True)
     return replace(
         totals,
         data_parallel_size=data_parallel_size,
@@ -181,6 +86,7 @@ def known_step(
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
         weighted=None,
         table=None,
+        counted=None,
     )
 
 
@@ -233,9 +139,29 @@ def count_step(
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
     )
     needs_all = any(MODES[one.mode].needs_all for one in (aggregation, *shadows))
-    if len(columns) == 1 and not needs_all and exchange.size > 1:
-        return counted
-    return _count_columns(counted, columns, sequences, of_ranks, exchange)
+    if len(columns) > 1 or needs_all or exchange.size == 1:
+        counted = _count_columns(counted, columns, sequences, of_ranks, exchange)
+    has_ids = sequences.sample is not None
+    check_sample_count(sequences.sample_count, counted.samples, has_ids=has_ids)
+    return replace(counted, counted=_in_numbers(counted, of_ranks))
+
+
+def _in_numbers(counted: StepTotals, of_ranks: Mapping[str, Ints]) -> Counted:
+    """Write what was counted as numbers over all ranks."""
+    numbers = {"sequences": int(of_ranks["sequences"].sum())}
+    numbers["empty_sequences"] = numbers["sequences"] - int(of_ranks["active_sequences"].sum())
+    for kind in ("samples", "prompts"):
+        found, active = getattr(counted, kind), getattr(counted, f"active_{kind}")
+        if found is not None:
+            numbers |= {kind: found, f"empty_{kind}": found - active}
+    groups = None if counted.table is None else counted.table.groups.get("group")
+    if counted.table is not None and groups is not None:
+        tokens_A: Any = counted.table.counted_A
+        active = int(np.count_nonzero(groups.sums(tokens_A)))
+        numbers |= {"groups": groups.num, "empty_groups": groups.num - active}
+    padding_W = of_ranks["padding"]
+    padding = int(padding_W.sum()) if (padding_W >= 0).all() else None
+    return Counted(active_tokens=counted.active_tokens, padding=padding, **numbers)
 
 
 def _gathered_numbers(
@@ -246,7 +172,7 @@ def _gathered_numbers(
     fault: str,
     exchange: Exchange | OneProcess,
 ) -> dict[str, Ints]:
-    """Gather 13 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
+    """Gather 15 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
     has_microbatches = sequences.microbatch is not None
     own = {
@@ -254,6 +180,7 @@ def _gathered_numbers(
         # The same on every rank: the aggregation, the options and which ids are passed.
         "fingerprint": hashed(_BETWEEN.join([*settings, *given])),
         "samples_per_prompt": sequences.samples_per_prompt or 0,
+        "sample_count": -1 if sequences.sample_count is None else sequences.sample_count,
         # A bit per kind of id that is passed as strings; -1 if there are no sequences.
         "string_ids": sum(1 << ID_KINDS.index(k) for k in sequences.string_ids) if len(n_S) else -1,
         "sequences": len(n_S),
@@ -263,12 +190,14 @@ def _gathered_numbers(
         "weighted_microbatches": _count_microbatches(sequences, v_S)[1],
         "num_microbatches": (sequences.num_microbatches or 0) if has_microbatches else 0,
         "longest": int(n_S.max(initial=0)),
+        "padding": -1 if sequences.num_padding is None else sequences.num_padding,
         **which._asdict(),
     }
     gathered = exchange.integers(np.array([*own.values()], dtype=np.int64)).T
     of_ranks = dict(zip(own, gathered, strict=True))
     strings, *known = (of_ranks[name] for name in ("string_ids", "kind", "number"))
-    same = [of_ranks["fingerprint"], of_ranks["samples_per_prompt"], strings[strings >= 0]]
+    same = [of_ranks[name] for name in ("fingerprint", *_SAME_NUMBERS)]
+    same.append(strings[strings >= 0])
     same += [values[values > 0] for values in known]
     if of_ranks["has_fault"].any() or any((values != values[:1]).any() for values in same):
         _raise_together(settings, sequences, given, which, fault, exchange)
@@ -353,7 +282,7 @@ def _raise_together(
     ids = [f"{n} (strings)" if n in sequences.string_ids else n for n in given if n not in others]
     parts = [str(which), *settings, f"{', '.join(ids) or 'no'} ids"]
     parts += [name if name in given else f"no {name}" for name in GATHERED_FLOATS]
-    parts.append(f"samples_per_prompt {sequences.samples_per_prompt}")
+    parts += [f"{name} {getattr(sequences, name)}" for name in _SAME_NUMBERS]
     texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
     for rank, text in enumerate(texts):
         if text.startswith("!"):
@@ -370,3 +299,5 @@ def _raise_together(
 
 
 _BETWEEN = "\n"
+_SAME_NUMBERS = ("samples_per_prompt", "sample_count")
+"""What is passed once for the whole step, and must be the same on every rank."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals, WeightTotals
 from megatron_lossagg.reduction.sequences import Floats
 from megatron_lossagg.reduction.step_table import StepTable
+from megatron_lossagg.reduction.totals import StepTotals, WeightTotals
 
 __all__ = ["ModeCounts"]
 

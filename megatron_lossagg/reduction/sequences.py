@@ -80,6 +80,10 @@ class Sequences:
             advantage, global likewise; needed by ``balanced``.
         samples_per_prompt: How many samples each prompt has over the step; a check that ids are
             global, if passed.
+        sample_count: How many samples the whole step has, over all ranks, if the caller knows it;
+            compared with what is counted.
+        num_padding: How many padding sequences this rank has left out, for the line of the first
+            step and the record; nothing else depends on it.
 
     Examples:
         Two turns of one rollout are two sequences of one sample:
@@ -98,6 +102,8 @@ class Sequences:
     sequence_weight: FloatsLike | None = None
     group: Ids | None = None
     samples_per_prompt: int | None = None
+    sample_count: int | None = None
+    num_padding: int | None = None
 
     def checked(self) -> CheckedSequences:
         """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
@@ -107,7 +113,7 @@ class Sequences:
         n_S = _integers("active_tokens", counts)
         check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
         ids: dict[Kind, Ids | None] = {kind: getattr(self, kind) for kind in ID_KINDS}
-        id_S = {
+        id_S: dict[str, Any] = {
             kind: None if given is None else _ids(kind, given, len(n_S))
             for kind, given in ids.items()
         }
@@ -124,9 +130,12 @@ class Sequences:
                     "run from 0 to num_microbatches - 1"
                 )
             m = least if m is None else m
+        lowest: dict[str, int] = {"samples_per_prompt": 1, "sample_count": 0, "num_padding": 0}
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in lowest}
+        for name, number in numbers.items():
+            if number is not None and not is_integer(number, lowest=lowest[name]):
+                raise PlanError(f"got {name} {number!r}, expected an integer from {lowest[name]}")
         number = self.samples_per_prompt
-        if number is not None and not is_integer(number, lowest=1):
-            raise PlanError(f"got samples_per_prompt {number!r}, expected an integer from 1")
         if number is not None and self.prompt is None:
             raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
         sums, weight = self.token_weight_sums, self.sequence_weight
@@ -137,7 +146,7 @@ class Sequences:
             num_microbatches=m,
             token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
             sequence_weight=None if weight is None else _sequence_weights(weight, len(n_S)),
-            samples_per_prompt=number,
+            **numbers,
             string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
         )
 
@@ -155,6 +164,8 @@ class CheckedSequences:
     token_weight_sums: Floats | None
     sequence_weight: Floats | None
     samples_per_prompt: int | None
+    sample_count: int | None
+    num_padding: int | None
     string_ids: tuple[Kind, ...]
     """Which ids were strings; hashes stand for them."""
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, IntsLike
 from megatron_lossagg.reduction.mode_counts import ModeCounts
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import CheckedSequences, Floats
+from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.reduction.weights import weight_sum, weights_of_all, weights_of_rank
 
 __all__ = ["StepWeights", "check_divisor", "warn_of_divisor"]
@@ -44,6 +45,11 @@ class StepWeights:
     def active_tokens(self) -> Ints:
         """n_s, int64 ``[S]``."""
         return self.sequences.active_tokens
+
+    @property
+    def counted(self) -> Counted:
+        """What the step counted, in numbers over all ranks."""
+        return self.totals.counted or Counted.of_known(self.totals)
 
     @cached_property
     def counts(self) -> ModeCounts:

@@ -121,20 +121,20 @@ def test_a_loop_that_pads_by_itself_says_it_by_a_column(caplog):
     assert not caplog.records
 
 
-def test_a_column_of_another_name_tells_samples_if_it_is_named(monkeypatch, caplog):
+def test_a_column_of_another_name_tells_samples_if_it_is_named(monkeypatch, capsys):
     """As agent-lightning's ``rollout_ids``: one rollout has several sequences."""
     monkeypatch.setattr(faults, "_warned", set())
     rollouts = {"rollout_ids": ["r1", "r1", "r1", "r2"]}
     assert planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)[0].totals.samples == 4
     monkeypatch.setattr(faults, "_warned", set())
     monkeypatch.setenv(_verl_batch.SAMPLE_COLUMN, "rollout_ids")
-    with caplog.at_level("INFO"):
-        plan, _ = planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)
+    capsys.readouterr()
+    plan, _ = planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)
     assert plan.totals.samples == 2
     assert plan.weights.tolist() == [1 / 60] * 4
-    (record,) = caplog.records
-    assert "60 tokens, 2 samples" in record.getMessage()
-    assert "a sample is (uid, rollout_ids)" in record.getMessage()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "60 active tokens, 4 sequences, 2 samples, 0 of padding" in line
+    assert line.endswith("a sample is (uid, rollout_ids)")
 
 
 def test_a_named_column_that_the_batch_lacks_is_refused(monkeypatch):

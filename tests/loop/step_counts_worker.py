@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import io
 
 import pytest
 import tiny_gpt
@@ -23,6 +24,7 @@ from megatron_lossagg import (
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
 
 
@@ -228,6 +230,34 @@ def check_a_plan_without_a_step_goes_with_plans_of_steps():
             aggregator.begin(plan, num_microbatches=1).end()
         else:
             aggregator.step([3, 2], num_microbatches=1, iteration=3).end()
+
+
+def check_one_rank_says_what_the_first_training_step_counted():
+    """The first of the last stage, once per run, and not of an evaluation."""
+    for sizes in (
+        {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    ):
+        with an_aggregator(**sizes) as aggregator:
+            faults._warned.clear()
+            counts = {"active_tokens": [3, 0], "num_padding": 1}
+            lines = []
+            for forward_only in (True, False, False):
+                with contextlib.redirect_stderr(io.StringIO()) as printed:
+                    message_by_rank(aggregator, counts, forward_only=forward_only)
+                gathered = [None] * dist.get_world_size()
+                dist.all_gather_object(gathered, printed.getvalue())
+                lines += ["".join(gathered)]
+            size = aggregator.groups.dp_size
+            assert lines == [
+                "",
+                f"lossagg: token_mean: w_s = 1/N; its first step counted {3 * size} active tokens, "
+                f"{2 * size} sequences ({size} empty), {2 * size} samples ({size} empty), "
+                f"each sequence one, {size} of padding left out\n",
+                "",
+            ], lines
 
 
 def check_a_context_parallel_rank_that_alone_evaluates_or_fails_is_named_on_all():

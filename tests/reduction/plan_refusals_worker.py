@@ -13,8 +13,8 @@ from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.totals import StepTotals
 
 
 def fails_on_one_rank(counts):
@@ -124,6 +124,20 @@ REFUSED = {
         lambda rank: of(
             active_tokens=[3] * 6, prompt=[rank] * 6, samples_per_prompt=2 + (rank == 1)
         ),
+    ),
+    "ids that restart on each rank, if the number of samples is known": (
+        r"got sample_count \d, the step's ids have 2 samples; .* on each rank merge several",
+        lambda rank: of(
+            active_tokens=[3, 1], sample=[0, 1], sample_count=2 * dist.get_world_size()
+        ),
+    ),
+    "different numbers of samples": (
+        "rank 0 has sample_count 4, rank 1 has sample_count 3",
+        lambda rank: of(active_tokens=[3], sample_count=4 - (rank == 1)),
+    ),
+    "a number of samples on one rank": (
+        "rank 0 has sample_count None, rank 1 has sample_count 2",
+        lambda rank: of(active_tokens=[3], sample_count=2 if rank == 1 else None),
     ),
     "a sample under two prompts": (
         "sample 5 has sequences under",

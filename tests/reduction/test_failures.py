@@ -33,8 +33,8 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.totals import StepTotals
 
 
 @pytest.fixture(autouse=True)
