@@ -8,7 +8,7 @@ loss mask. Side losses (MoE, MTP) keep their 1/N.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +205,7 @@ class LossAggregator:
         token_weight_sums: FloatsLike | None = None,
         sequence_weight: FloatsLike | None = None,
         group: Ids | None = None,
+        columns: Mapping[str, FloatsLike] | None = None,
         samples_per_prompt: int | None = None,
         sample_count: int | None = None,
         num_padding: int | None = None,
@@ -232,6 +233,7 @@ class LossAggregator:
             token_weight_sums: As in :class:`Sequences`.
             sequence_weight: As in :class:`Sequences`.
             group: As in :class:`Sequences`.
+            columns: As in :class:`Sequences`.
             samples_per_prompt: As in :class:`Sequences`.
             sample_count: As in :class:`Sequences`.
             num_padding: As in :class:`Sequences`.
@@ -251,7 +253,7 @@ class LossAggregator:
         given |= {"sample": sample, "prompt": prompt, "group": group}
         given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
         given |= {"samples_per_prompt": samples_per_prompt, "sample_count": sample_count}
-        given["num_padding"] = num_padding
+        given |= {"num_padding": num_padding, "columns": columns}
         return self.begin_together(
             partial(plan_of_rank, self, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,

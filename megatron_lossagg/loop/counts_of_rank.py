@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -96,6 +96,8 @@ def _listed(value: Any) -> Any:
         value = value.detach()
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _listed(one) for name, one in value.items()}
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return [one.item() if isinstance(one, Tensor) else one for one in value]

@@ -242,6 +242,11 @@ class Step:
         return 1 if self._plan is None else self.scaling.k
 
     @property
+    def own_numbers(self) -> str:
+        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        return "" if self._plan is None else self._plan.sequences.own
+
+    @property
     def is_left_open(self) -> bool:
         """Whether loss_func ran for it, on this rank, and nothing has finished it."""
         return self._tracker.num_calls > 0 and not self.is_finished

@@ -124,6 +124,7 @@ def count_step(
     numbers = {name: getattr(sequences, name) for name in (*ID_KINDS, *GATHERED_FLOATS)}
     # All columns travel as integers.
     given_S = {name: one.view(np.int64) for name, one in numbers.items() if one is not None}
+    given_S |= {_OWN + name: one.view(np.int64) for name, one in sequences.columns.items()}
     columns = {"tokens": n_S} | given_S
     given = [*columns, *["microbatch"] * (sequences.microbatch is not None)]
     of_ranks = _gathered_numbers(sequences, settings, given, which, fault, exchange)
@@ -224,7 +225,11 @@ def _count_columns(
     check_ids(table, groups, sequences_W, sequences.samples_per_prompt)
     omega_A = table[_OMEGA].view(np.float64) if _OMEGA in table else None
     step_table = StepTable(
-        counted_A=table["tokens"], groups=groups, sequence_weight_A=omega_A, own=own_A
+        counted_A=table["tokens"],
+        groups=groups,
+        sequence_weight_A=omega_A,
+        columns={name: table[_OWN + name].view(np.float64) for name in sequences.columns},
+        own=own_A,
     )
     weighted = None
     if v_S is not None:
@@ -279,9 +284,13 @@ def _raise_together(
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
     others = ("tokens", *GATHERED_FLOATS)
-    ids = [f"{n} (strings)" if n in sequences.string_ids else n for n in given if n not in others]
+    of_ids = [name for name in given if name not in others and not name.startswith(_OWN)]
+    ids = [f"{name} (strings)" if name in sequences.string_ids else name for name in of_ids]
     parts = [str(which), *settings, f"{', '.join(ids) or 'no'} ids"]
     parts += [name if name in given else f"no {name}" for name in GATHERED_FLOATS]
+    parts.append(
+        f"the columns {', '.join(sequences.columns)}" if sequences.columns else "no columns"
+    )
     parts += [f"{name} {getattr(sequences, name)}" for name in _SAME_NUMBERS]
     texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
     for rank, text in enumerate(texts):
@@ -299,5 +308,6 @@ def _raise_together(
 
 
 _BETWEEN = "\n"
+_OWN = "column "
 _SAME_NUMBERS = ("samples_per_prompt", "sample_count")
 """What is passed once for the whole step, and must be the same on every rank."""

@@ -74,6 +74,11 @@ class ModeCounts:
         return every
 
     @property
+    def num_rows(self) -> int:
+        """Sequences of the step; needs those of all ranks."""
+        return int(self.table.num_rows(count_empty=bool(self._aggregation.count_empty)))
+
+    @property
     def length_power(self) -> Floats:
         """n_b^a of each of this rank's sequences, float64 ``[S]``."""
         return _powers(self.sample_tokens, self._exponent)

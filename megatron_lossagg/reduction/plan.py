@@ -141,7 +141,7 @@ def plan_step(
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    Without totals: one all-gather of 15 integers per rank. A second one, of one to six numbers
+    Without totals: one all-gather of 15 integers per rank. A second one, of one number and more
     per sequence, if ids or weights are passed or the mode (or a shadow) needs every sequence; with
     a weights function one of three numbers. Each is one host sync. A third one only brings an
     error's message to every rank. A sample with more active tokens than the divisor of

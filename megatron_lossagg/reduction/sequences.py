@@ -6,7 +6,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -78,6 +78,8 @@ class Sequences:
             multiplies by it itself (``context.plan.sequences``).
         group: Id of the group c of the sequence's sample, such as prompt and sign of the
             advantage, global likewise; needed by ``balanced``.
+        columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,
+            finite; a weights function reads them, of all ranks' sequences.
         samples_per_prompt: How many samples each prompt has over the step; a check that ids are
             global, if passed.
         sample_count: How many samples the whole step has, over all ranks, if the caller knows it;
@@ -101,6 +103,7 @@ class Sequences:
     token_weight_sums: FloatsLike | None = None
     sequence_weight: FloatsLike | None = None
     group: Ids | None = None
+    columns: Mapping[str, FloatsLike] | None = None
     samples_per_prompt: int | None = None
     sample_count: int | None = None
     num_padding: int | None = None
@@ -146,6 +149,7 @@ class Sequences:
             num_microbatches=m,
             token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
             sequence_weight=None if weight is None else _sequence_weights(weight, len(n_S)),
+            columns=_columns(self.columns, len(n_S)),
             **numbers,
             string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
         )
@@ -163,14 +167,22 @@ class CheckedSequences:
     num_microbatches: int | None
     token_weight_sums: Floats | None
     sequence_weight: Floats | None
+    columns: Mapping[str, Floats]
+    """Sorted by name; empty if none were passed."""
     samples_per_prompt: int | None
     sample_count: int | None
     num_padding: int | None
     string_ids: tuple[Kind, ...]
     """Which ids were strings; hashes stand for them."""
 
+    @property
+    def own(self) -> str:
+        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        columns = [f"{name} {one.tobytes().hex()}" for name, one in self.columns.items()]
+        return str(hashed(" ".join(columns))) if columns else ""
+
     def __post_init__(self) -> None:
-        for value in vars(self).values():
+        for value in (*vars(self).values(), *self.columns.values()):
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False  # the weights follow from them
 
@@ -231,6 +243,25 @@ def _sequence_weights(values: FloatsLike, length: int) -> Floats:
             "and a sign belongs into the losses"
         )
     return weight_S
+
+
+def _columns(given: object, length: int) -> dict[str, Floats]:
+    """Copy each column to float64 ``[S]``, sorted by name; raises :class:`PlanError`."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise PlanError(
+            f"got columns {given!r}, expected numbers per sequence by name: pass a dict"
+        )
+    columns_S = {name: _floats(f"columns[{name!r}]", given[name], length) for name in sorted(given)}
+    for name, value_S in columns_S.items():
+        if not np.isfinite(value_S).all():
+            at = int(np.isfinite(value_S).argmin())
+            raise PlanError(
+                f"Sequences.columns[{name!r}]: got {value_S[at]} at index {at}, expected finite "
+                "numbers: mark what is not known by a number of your own, such as -1"
+            )
+    return columns_S
 
 
 def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:

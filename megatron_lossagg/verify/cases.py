@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import mul
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM
-from megatron_lossagg.reduction.own_weights import StepCounts
+from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = [
     "Case",
     "Expected",
     "as_reference",
+    "columns_of",
     "expected",
     "reference_options",
 ]
@@ -172,6 +175,26 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     )
 
 
+def columns_of(
+    sequences: Sequence[TrainingSequence], aggregation: Aggregation
+) -> dict[str, list[float]]:
+    """Draw the columns that a weights function reads: whole numbers from 1 to 4."""
+    own = aggregation.weights_function
+    names = [] if own is None else _columns_read(own)
+    return {name: [_drawn(name, one) for one in sequences] for name in names}
+
+
+def _drawn(name: str, sequence: TrainingSequence) -> float:
+    return 1.0 + crc32(f"{name} {sequence.sample} {len(sequence)}".encode()) % 4
+
+
+@cache
+def _columns_read(own: WeightsFunction) -> list[str]:
+    from megatron_lossagg.verify.reference_loss import columns_read
+
+    return columns_read(own.function)
+
+
 def as_reference(
     sequence: TrainingSequence,
     key: tuple[int, int],
@@ -187,6 +210,9 @@ def as_reference(
         "group": sequence.group,
         "microbatch": key,
     }
+    if aggregation.weights_function is not None:
+        names = _columns_read(aggregation.weights_function)
+        written["columns"] = {name: _drawn(name, sequence) for name in names}
     if weighs_sequences:
         written["sequence_weight"] = sequence.sequence_weight
     return written | ({"weight": sequence.weight} if aggregation.count == "weights" else {})

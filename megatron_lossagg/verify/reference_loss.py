@@ -8,6 +8,7 @@ A step is a list of sequences; a sequence is a dict with
     weight      list of token weights, which multiply losses and counts; without it, all are 1
     sequence_weight   what multiplies the sequence's losses, and no count; without it 1
     sample, prompt, group    ids
+    columns     the caller's own numbers by name, for a weights function; without it none
     microbatch  (data-parallel rank, index on that rank)
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StepSequence", "step_loss", "weight_sum"]
+__all__ = ["StepSequence", "columns_read", "step_loss", "weight_sum"]
 
 StepSequence = dict[str, Any]
 
@@ -104,6 +106,21 @@ def weight_sum(mode: str, sequences: Sequence[StepSequence], **options: Any) -> 
     return float(step_loss(mode, ones, **options))
 
 
+class _AnyColumn(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        self[name] = np.ones(1)
+        return self[name]
+
+
+def columns_read(weights: Callable[[Any], Any]) -> list[str]:
+    """Return the names of the columns that a weights function reads of one sequence's counts."""
+    counts = _counts([{"counted": [1, 1], "sample": 0, "prompt": 0, "group": 0}], True)
+    counts.columns = _AnyColumn()
+    with suppress(Exception):  # the step itself raises it
+        weights(counts)
+    return list(counts.columns)
+
+
 def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNamespace:
     """Count what a weights function is given, for each sequence by loops over all."""
 
@@ -125,7 +142,10 @@ def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNames
         found = [one for one in sequences if key in one]
         return float(len(_kept(_groups(found, key), count_empty)))
 
+    names = {name for one in sequences for name in one.get("columns", ())}
     return SimpleNamespace(
+        columns={name: np.array([one["columns"][name] for one in sequences]) for name in names},
+        R=float(len(_kept([[one] for one in sequences], count_empty))),
         N=_tokens(sequences),
         B=all_of("sample"),
         P=all_of("prompt"),

@@ -273,6 +273,17 @@ def check_a_context_parallel_rank_that_alone_evaluates_or_fails_is_named_on_all(
         assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
 
 
+def check_columns_that_differ_between_context_or_tensor_parallel_ranks_are_an_error_on_all():
+    for sizes in ({"context_parallel_size": 2}, {"tensor_model_parallel_size": 2}):
+        with an_aggregator(**sizes) as aggregator:
+            is_second = bool(aggregator.cp_rank or dist.get_rank(aggregator.tp_group))
+            for turns, is_right in (([1, 4], True), ([1, 4 + is_second], False)):
+                counts = {"active_tokens": [3, 2], "columns": {"turns": torch.tensor(turns)}}
+                (message,) = set(message_by_rank(aggregator, counts))
+                assert is_right == (message is None), message
+            assert "parallel ranks 0 and 1 pass different co" in message, message
+
+
 def check_a_tensor_parallel_rank_or_a_stage_that_alone_evaluates_is_named_on_all():
     with an_aggregator(tensor_model_parallel_size=2) as aggregator:
         is_one = dist.get_rank(aggregator.tp_group) == 1

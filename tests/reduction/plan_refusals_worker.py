@@ -69,6 +69,10 @@ REFUSED = {
         "rank 0 has sequence_weight, rank 1 has no sequence_weight",
         lambda rank: of(active_tokens=[3, 1], sequence_weight=None if rank else [1, 2]),
     ),
+    "a column on one rank": (
+        "rank 0 has turns as columns, rank 1 has none as columns",
+        lambda rank: of(active_tokens=[3, 1], columns=None if rank else {"turns": [1, 2]}),
+    ),
     "a negative weight of a sequence": (
         r"rank 1 of .*sequence_weight: got -2\.0 at index 1, expected 0 or numbers",
         lambda rank: of(active_tokens=[3, 1], sequence_weight=[1, -2 if rank == 1 else 2]),

@@ -126,6 +126,19 @@ def check_token_weights_give_the_same_bits_over_ranks_and_on_one():
     dist.destroy_process_group(alone)
 
 
+def check_columns_are_of_all_ranks_in_the_order_of_sequences():
+    sequences, _, indices, own = assigned(3)
+    turns = [1 + i % 3 for i in range(len(sequences))]
+    columns = {"turns": [turns[i] for i in indices]}
+    plan = plan_step(
+        Aggregation(weights=lambda counts: counts.columns["turns"] / counts.columns["turns"].sum()),
+        replace(own, columns=columns),
+        group=dist.group.WORLD,
+    )
+    wanted = [turns[i] / sum(turns) if any(sequences[i]["counted"]) else 0 for i in indices]
+    assert plan.weights.tolist() == wanted
+
+
 def check_a_step_makes_two_collectives_with_ids_and_one_without():
     _, _, _, sequences = assigned(3)
     with counted() as seen:
