@@ -86,10 +86,13 @@ def _paddings(data: Any) -> list[bool]:
     return [by_name or by_column for by_name, by_column in zip(named, column, strict=True)]
 
 
-def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
+def plan_batch(
+    aggregation: Aggregation, data: Any, group: Any, *, counts_zero: bool = True
+) -> tuple[StepPlan, Tensor]:
     """Count this rank's sequences; returns the plan, and where each one is in it, int64 ``[b]``.
 
-    No host sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
+    ``counts_zero``: whether a sequence with a ``loss_weight`` of 0 is counted all the same. No host
+    sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
     """
     mask = data["loss_mask"]
     sums = [sequence.bool().sum() for sequence in mask.unbind()]
@@ -97,6 +100,14 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
     paddings = _paddings(data)
     is_sequence_b = ~torch.tensor(paddings, dtype=torch.bool)
     columns, fault = _columns(aggregation, data)
+    weights = columns.get("sequence_weight")
+    if not counts_zero and weights is not None:
+        columns["left_out"] = [weight == 0 for weight in weights]
+    elif not counts_zero:
+        fault = fault or (
+            f"got a loss mode of _no_count_zero and a batch without {LOSS_WEIGHT}, whose zeros it "
+            "leaves out of the counts: give each sequence one, or drop _no_count_zero"
+        )
     given: dict[str, Any] = {
         name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
         for name, column in columns.items()

@@ -204,6 +204,7 @@ class LossAggregator:
         microbatch: IntsLike | None = None,
         token_weight_sums: FloatsLike | None = None,
         sequence_weight: FloatsLike | None = None,
+        left_out: IntsLike | Sequence[bool] | None = None,
         group: Ids | None = None,
         columns: Mapping[str, FloatsLike] | None = None,
         samples_per_prompt: int | None = None,
@@ -232,6 +233,7 @@ class LossAggregator:
             microbatch: As in :class:`Sequences`.
             token_weight_sums: As in :class:`Sequences`.
             sequence_weight: As in :class:`Sequences`.
+            left_out: As in :class:`Sequences`.
             group: As in :class:`Sequences`.
             columns: As in :class:`Sequences`.
             samples_per_prompt: As in :class:`Sequences`.
@@ -253,7 +255,7 @@ class LossAggregator:
         given |= {"sample": sample, "prompt": prompt, "group": group}
         given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
         given |= {"samples_per_prompt": samples_per_prompt, "sample_count": sample_count}
-        given |= {"num_padding": num_padding, "columns": columns}
+        given |= {"num_padding": num_padding, "columns": columns, "left_out": left_out}
         return self.begin_together(
             partial(plan_of_rank, self, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,

@@ -67,6 +67,8 @@ class MicrobatchSequences:
     """Sum of the active tokens' weights of each segment, float64, for ``count="weights"``."""
     sequence_weight: FloatsLike | None = None
     """omega_s of each segment, as in :class:`Sequences`."""
+    left_out: IntsLike | None = None
+    """Which segments leave every count, likewise."""
     group: IntsLike | None = None
     """Group id of each segment, likewise."""
     columns: Mapping[str, FloatsLike] | None = None
@@ -80,13 +82,14 @@ class MicrobatchSequences:
         active_G = np.asarray(whole_numbers(self.active_tokens))
         if active_G.ndim != 1:
             raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
+        numbers = ("left_out", *GATHERED_FLOATS)
         others: dict[str, Any] = {
             name: checked_integers(name, values, PlanError, length=len(active_G))
             for name, values in vars(self).items()
-            if name not in ("active_tokens", "columns", *GATHERED_FLOATS) and values is not None
+            if name not in ("active_tokens", "columns", *numbers) and values is not None
         }
         others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
-        for name in GATHERED_FLOATS:
+        for name in numbers:
             if getattr(self, name) is not None:
                 others[name] = _floats(name, getattr(self, name), active_G.shape)
         if self.columns is not None:
@@ -204,6 +207,7 @@ class StepBuffer:
             prompt=_joined(counts, "prompt"),
             token_weight_sums=_joined(counts, "token_weight_sums"),
             sequence_weight=_joined(counts, "sequence_weight"),
+            left_out=_joined(counts, "left_out"),
             group=_joined(counts, "group"),
             columns=_joined_columns(counts),
             microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],

@@ -35,6 +35,8 @@ class Counted:
     empty_prompts: int | None = None
     groups: int | None = None
     empty_groups: int | None = None
+    left_out: int | None = None
+    """Sequences of ``Sequences.left_out``, which are in none of the numbers above."""
     padding: int | None = None
     """Padding sequences, as far as every rank says how many it left out."""
 
@@ -60,8 +62,10 @@ class Counted:
                 parts.append(f"{number} {kind.replace('_', ' ')}{in_all}")
             if kind == "samples" and number is not None and number == self.sequences:
                 parts.append("each sequence one")
+        if self.left_out is not None:
+            parts.append(f"{self.left_out} sequences left out")
         if self.padding is not None:
-            parts.append(f"{self.padding} of padding left out")
+            parts.append(f"{self.padding} of padding")
         return ", ".join(parts)
 
 

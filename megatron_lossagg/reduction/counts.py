@@ -55,6 +55,11 @@ def known_step(
             "got totals= and token_weight_sums=, but only counting sums the weights of other "
             "ranks: drop one of them"
         )
+    if sequences.left_out is not None:
+        raise PlanError(
+            "got totals= and left_out=, but only counting finds what other ranks leave out: drop "
+            "totals="
+        )
     for kind in ID_KINDS:
         if getattr(sequences, kind) is not None:
             raise PlanError(
@@ -125,6 +130,8 @@ def count_step(
     # All columns travel as integers.
     given_S = {name: one.view(np.int64) for name, one in numbers.items() if one is not None}
     given_S |= {_OWN + name: one.view(np.int64) for name, one in sequences.columns.items()}
+    if sequences.left_out is not None:
+        given_S[_LEFT_OUT] = sequences.left_out.astype(np.int64)
     columns = {"tokens": n_S} | given_S
     given = [*columns, *["microbatch"] * (sequences.microbatch is not None)]
     of_ranks = _gathered_numbers(sequences, settings, given, which, fault, exchange)
@@ -135,34 +142,36 @@ def count_step(
         microbatch_means=_microbatch_means(of_ranks, "active_microbatches"),
         data_parallel_size=exchange.size,
         longest_sample=int(of_ranks["longest"].max()),
-        sample_lengths=n_S if exchange.size == 1 else None,
         sample_tokens=n_S,
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
     )
     needs_all = any(MODES[one.mode].needs_all for one in (aggregation, *shadows))
     if len(columns) > 1 or needs_all or exchange.size == 1:
-        counted = _count_columns(counted, columns, sequences, of_ranks, exchange)
+        counted = _count_columns(columns, sequences, of_ranks, exchange)
     has_ids = sequences.sample is not None
     check_sample_count(sequences.sample_count, counted.samples, has_ids=has_ids)
     return replace(counted, counted=_in_numbers(counted, of_ranks))
 
 
-def _in_numbers(counted: StepTotals, of_ranks: Mapping[str, Ints]) -> Counted:
-    """Write what was counted as numbers over all ranks."""
-    numbers = {"sequences": int(of_ranks["sequences"].sum())}
-    numbers["empty_sequences"] = numbers["sequences"] - int(of_ranks["active_sequences"].sum())
+def _in_numbers(totals: StepTotals, of_ranks: Mapping[str, Ints], left_out: int = 0) -> Counted:
+    """Write what was counted as numbers over all ranks; ``left_out``: sequences that were not."""
+    sequences, active = (int(of_ranks[n].sum()) for n in ("sequences", "active_sequences"))
+    if totals.table is not None:
+        tokens_A: Any = totals.table.counted_A
+        sequences, active = len(tokens_A), int(np.count_nonzero(tokens_A))
+    numbers = {"sequences": sequences, "empty_sequences": sequences - active}
     for kind in ("samples", "prompts"):
-        found, active = getattr(counted, kind), getattr(counted, f"active_{kind}")
+        found, active = getattr(totals, kind), getattr(totals, f"active_{kind}")
         if found is not None:
             numbers |= {kind: found, f"empty_{kind}": found - active}
-    groups = None if counted.table is None else counted.table.groups.get("group")
-    if counted.table is not None and groups is not None:
-        tokens_A: Any = counted.table.counted_A
+    groups = None if totals.table is None else totals.table.groups.get("group")
+    if groups is not None:
         active = int(np.count_nonzero(groups.sums(tokens_A)))
         numbers |= {"groups": groups.num, "empty_groups": groups.num - active}
     padding_W = of_ranks["padding"]
     padding = int(padding_W.sum()) if (padding_W >= 0).all() else None
-    return Counted(active_tokens=counted.active_tokens, padding=padding, **numbers)
+    known = {"active_tokens": totals.active_tokens, "left_out": left_out or None}
+    return Counted(**known, padding=padding, **numbers)
 
 
 def _gathered_numbers(
@@ -173,9 +182,9 @@ def _gathered_numbers(
     fault: str,
     exchange: Exchange | OneProcess,
 ) -> dict[str, Ints]:
-    """Gather 15 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
+    """Gather 17 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
-    has_microbatches = sequences.microbatch is not None
+    kept, has_microbatches = sequences.kept, sequences.microbatch is not None
     own = {
         "has_fault": bool(fault),
         # The same on every rank: the aggregation, the options and which ids are passed.
@@ -189,6 +198,8 @@ def _gathered_numbers(
         "active_sequences": int(np.count_nonzero(n_S)),
         "active_microbatches": _count_microbatches(sequences, n_S)[1],
         "weighted_microbatches": _count_microbatches(sequences, v_S)[1],
+        "kept_active_microbatches": _count_microbatches(kept, kept.active_tokens)[1],
+        "kept_weighted_microbatches": _count_microbatches(kept, kept.token_weight_sums)[1],
         "num_microbatches": (sequences.num_microbatches or 0) if has_microbatches else 0,
         "longest": int(n_S.max(initial=0)),
         "padding": -1 if sequences.num_padding is None else sequences.num_padding,
@@ -207,27 +218,48 @@ def _gathered_numbers(
 
 
 def _count_columns(
-    counted: StepTotals,
     columns: Mapping[str, Ints],
     sequences: CheckedSequences,
     of_ranks: Mapping[str, Ints],
     exchange: Exchange | OneProcess,
 ) -> StepTotals:
-    """Gather a few numbers of every sequence, and count samples, prompts and token weights."""
-    n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
+    """Gather a few numbers of every sequence, and count samples, prompts and token weights.
+
+    If sequences are left out, of all and of those that are kept.
+    """
     sequences_W = of_ranks["sequences"]
     gathered_columns = exchange.ragged([*columns.values()], sequences_W)
     table = dict(zip(columns, gathered_columns, strict=True))
     first = int(sequences_W[: exchange.rank].sum())
-    own_A = slice(first, first + len(n_S))
     groups = {kind: IdGroups.of(table[kind]) for kind in ID_KINDS if kind in table}
-    of_ids = _count_ids(groups, table["tokens"], own_A)
     check_ids(table, groups, sequences_W, sequences.samples_per_prompt)
-    omega_A = table[_OMEGA].view(np.float64) if _OMEGA in table else None
+    totals = _of_table(table, groups, sequences, first, of_ranks)
+    if _LEFT_OUT not in table:
+        return totals
+    is_kept_A = table[_LEFT_OUT] == 0
+    table = {name: one_A[is_kept_A] for name, one_A in table.items()}
+    groups = {kind: IdGroups.of(table[kind]) for kind in groups}
+    first = int(np.count_nonzero(is_kept_A[:first]))
+    kept = _of_table(table, groups, sequences.kept, first, of_ranks, "kept_")
+    numbers = _in_numbers(kept, of_ranks, int(np.count_nonzero(~is_kept_A)))
+    return replace(totals, kept=replace(kept, counted=numbers))
+
+
+def _of_table(
+    table: Mapping[str, Ints],
+    groups: Mapping[Kind, IdGroups],
+    sequences: CheckedSequences,
+    first: int,
+    of_ranks: Mapping[str, Ints],
+    kept: str = "",
+) -> StepTotals:
+    """Count a table of all ranks' sequences, of which this rank's begin at ``first``."""
+    n_S, v_S, tokens_A = sequences.active_tokens, sequences.token_weight_sums, table["tokens"]
+    own_A, size = slice(first, first + len(n_S)), len(of_ranks["sequences"])
     step_table = StepTable(
-        counted_A=table["tokens"],
+        counted_A=tokens_A,
         groups=groups,
-        sequence_weight_A=omega_A,
+        sequence_weight_A=table[_OMEGA].view(np.float64) if _OMEGA in table else None,
         columns={name: table[_OWN + name].view(np.float64) for name in sequences.columns},
         own=own_A,
     )
@@ -241,14 +273,28 @@ def _count_columns(
         }
         weighted = WeightTotals(
             active_tokens=math.fsum(v_A),
-            microbatch_means=_microbatch_means(of_ranks, "weighted_microbatches"),
-            data_parallel_size=exchange.size,
+            microbatch_means=_microbatch_means(of_ranks, f"{kept}weighted_microbatches"),
+            data_parallel_size=size,
             microbatch_tokens=_count_microbatches(sequences, v_S)[0],
             table=replace(step_table, counted_A=v_A),
             **each | _count_ids(groups, v_A, own_A),
         )
-    longest = int(of_ids["sample_lengths"].max(initial=0))
-    return replace(counted, longest_sample=longest, weighted=weighted, table=step_table, **of_ids)
+    found: dict[str, Any] = {
+        "samples": len(tokens_A),
+        "active_samples": int(np.count_nonzero(tokens_A)),
+        "sample_tokens": n_S,
+    }
+    found |= _count_ids(groups, tokens_A, own_A)
+    return StepTotals(
+        active_tokens=int(tokens_A.sum()),
+        microbatch_means=_microbatch_means(of_ranks, f"{kept}active_microbatches"),
+        data_parallel_size=size,
+        longest_sample=int(found["sample_lengths"].max(initial=0)),
+        microbatch_tokens=_count_microbatches(sequences, n_S)[0],
+        weighted=weighted,
+        table=step_table,
+        **found,
+    )
 
 
 _WEIGHTS, _OMEGA = GATHERED_FLOATS
@@ -283,11 +329,11 @@ def _raise_together(
     exchange: Exchange | OneProcess,
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    others = ("tokens", *GATHERED_FLOATS)
+    others = ("tokens", _LEFT_OUT, *GATHERED_FLOATS)
     of_ids = [name for name in given if name not in others and not name.startswith(_OWN)]
     ids = [f"{name} (strings)" if name in sequences.string_ids else name for name in of_ids]
     parts = [str(which), *settings, f"{', '.join(ids) or 'no'} ids"]
-    parts += [name if name in given else f"no {name}" for name in GATHERED_FLOATS]
+    parts += [n if n in given else f"no {n}" for n in (*GATHERED_FLOATS, _LEFT_OUT)]
     parts.append(
         f"the columns {', '.join(sequences.columns)}" if sequences.columns else "no columns"
     )
@@ -308,6 +354,6 @@ def _raise_together(
 
 
 _BETWEEN = "\n"
-_OWN = "column "
+_LEFT_OUT, _OWN = "left_out", "column "
 _SAME_NUMBERS = ("samples_per_prompt", "sample_count")
 """What is passed once for the whole step, and must be the same on every rank."""

@@ -141,7 +141,7 @@ def plan_step(
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    Without totals: one all-gather of 15 integers per rank. A second one, of one number and more
+    Without totals: one all-gather of 17 integers per rank. A second one, of one number and more
     per sequence, if ids or weights are passed or the mode (or a shadow) needs every sequence; with
     a weights function one of three numbers. Each is one host sync. A third one only brings an
     error's message to every rank. A sample with more active tokens than the divisor of
@@ -266,7 +266,7 @@ def _check_arguments(aggregation: Aggregation, options: Options) -> None:
 
 
 def _empty_step(options: Options) -> None:
-    message = "the plan has no active tokens: its loss and gradient are zero"
+    message = "the plan counts no active tokens: its loss and gradient are zero"
     if options.empty_step == "error":
         raise PlanError(
             f"{message}; --loss-aggregation-empty-step error (Options.empty_step) was set: "

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -76,6 +77,8 @@ class Sequences:
         sequence_weight: omega_s, 0 or from 2^-53 to 2^53: it multiplies w_s. Nothing is
             renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
             multiplies by it itself (``context.plan.sequences``).
+        left_out: Which sequences leave every count, and weigh 0: bools, such as of groups without
+            a signal. An :class:`Aggregation` with ``count_left_out`` counts and trains them.
         group: Id of the group c of the sequence's sample, such as prompt and sign of the
             advantage, global likewise; needed by ``balanced``.
         columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,
@@ -102,6 +105,7 @@ class Sequences:
     num_microbatches: int | None = None
     token_weight_sums: FloatsLike | None = None
     sequence_weight: FloatsLike | None = None
+    left_out: IntsLike | Sequence[bool] | None = None
     group: Ids | None = None
     columns: Mapping[str, FloatsLike] | None = None
     samples_per_prompt: int | None = None
@@ -149,6 +153,7 @@ class Sequences:
             num_microbatches=m,
             token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
             sequence_weight=None if weight is None else _sequence_weights(weight, len(n_S)),
+            left_out=None if self.left_out is None else _bools("left_out", self.left_out, len(n_S)),
             columns=_columns(self.columns, len(n_S)),
             **numbers,
             string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
@@ -167,6 +172,7 @@ class CheckedSequences:
     num_microbatches: int | None
     token_weight_sums: Floats | None
     sequence_weight: Floats | None
+    left_out: npt.NDArray[np.bool_] | None
     columns: Mapping[str, Floats]
     """Sorted by name; empty if none were passed."""
     samples_per_prompt: int | None
@@ -179,7 +185,18 @@ class CheckedSequences:
     def own(self) -> str:
         """What context-parallel ranks must pass alike and no count shows, as a hash."""
         columns = [f"{name} {one.tobytes().hex()}" for name, one in self.columns.items()]
+        columns += [] if self.left_out is None else [self.left_out.tobytes().hex()]
         return str(hashed(" ".join(columns))) if columns else ""
+
+    @cached_property
+    def kept(self) -> CheckedSequences:
+        """Those that are not left out."""
+        if self.left_out is None:
+            return self
+        kept_S, given = ~self.left_out, vars(self).items()
+        kept: dict[str, Any] = {k: one[kept_S] for k, one in given if isinstance(one, np.ndarray)}
+        columns = {name: one[kept_S] for name, one in self.columns.items()}
+        return replace(self, **kept | {"columns": columns, "left_out": None})
 
     def __post_init__(self) -> None:
         for value in (*vars(self).values(), *self.columns.values()):
@@ -243,6 +260,13 @@ def _sequence_weights(values: FloatsLike, length: int) -> Floats:
             "and a sign belongs into the losses"
         )
     return weight_S
+
+
+def _bools(name: str, values: Any, length: int) -> npt.NDArray[np.bool_]:
+    given_S = _floats(name, values, length)
+    if not ((given_S == 0) | (given_S == 1)).all():
+        raise PlanError(f"Sequences.{name}: got {given_S.tolist()[:6]}, expected bools, or 0 and 1")
+    return given_S.astype(bool)
 
 
 def _columns(given: object, length: int) -> dict[str, Floats]:

@@ -87,6 +87,9 @@ class StepTotals:
     """The same in token weights; None without ``Sequences.token_weight_sums``."""
     table: StepTable | None = field(default=None, repr=False, compare=False)
     """The sequences of all ranks; None if they were not gathered."""
+    kept: StepTotals | None = field(default=None, repr=False, compare=False)
+    """The same without the sequences that are left out, and with arrays of the others only; None
+    if ``Sequences.left_out`` was not passed."""
     counted: Counted | None = field(default=None, repr=False, compare=False)
     """What was counted, in numbers; None if totals were passed."""
 

@@ -49,6 +49,8 @@ class Case:
     second: Aggregation | None = None
     weighs_sequences: bool = False
     """Whether each sequence has a weight, ``Sequences(sequence_weight=...)``."""
+    leaves_out: bool = False
+    """Whether sequences leave the counts, ``Sequences(left_out=...)``."""
 
     def __str__(self) -> str:
         """Mode, what differs from its default, and the second term."""
@@ -59,6 +61,8 @@ class Case:
             name += ", count_empty=False"
         if self.weighs_sequences:
             name += ", sequence_weight"
+        if self.leaves_out:
+            name += ", left_out"
         return name if self.second is None else f"{name} + {self.second.mode}"
 
     @property
@@ -146,6 +150,7 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
         return [
             {
                 **as_reference(sequence, key, aggregation, case.weighs_sequences),
+                "left_out": case.leaves_out and sequence.left_out,
                 "x": [term(y_Y[at], c) for at, c in enumerate(sequence.coefficient, start)],
             }
             for sequence, key, start in sequences
@@ -225,6 +230,7 @@ def reference_options(aggregation: Aggregation, microbatches: Sequence[int]) -> 
         "divisor": aggregation.divisor,
         "exponent": aggregation.exponent,
         "count_empty": aggregation.count_empty,
+        "count_left_out": aggregation.count_left_out,
         "microbatches": list(microbatches),
         "weights": None if own is None else own.function,
     }

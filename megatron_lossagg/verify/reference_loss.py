@@ -7,6 +7,7 @@ A step is a list of sequences; a sequence is a dict with
     trained     list of 0/1, the loss mask after rejection
     weight      list of token weights, which multiply losses and counts; without it, all are 1
     sequence_weight   what multiplies the sequence's losses, and no count; without it 1
+    left_out    whether it leaves every count and the loss; without it, it does not
     sample, prompt, group    ids
     columns     the caller's own numbers by name, for a weights function; without it none
     microbatch  (data-parallel rank, index on that rank)
@@ -38,11 +39,14 @@ def step_loss(
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
     weights: Callable[[Any], Any] | None = None,
+    count_left_out: bool = False,
 ) -> Tensor:
     """Compute the step's loss under a mode; ``microbatches``: M of each data-parallel rank.
 
     ``weights``: the user's function, for ``own_weights``.
     """
+    if not count_left_out:
+        sequences = [one for one in sequences if not one.get("left_out")]
     if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
         return _over(_sum(sequences), _tokens(sequences))
     if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3

@@ -335,6 +335,8 @@ def _counts(sequences: Sequence[TrainingSequence], case: Case) -> dict[str, Any]
         counts["columns"] = columns
     if case.aggregation.count == "weights":
         counts["token_weight_sums"] = [math.fsum(one.weight) for one in sequences]
+    if case.leaves_out:
+        counts["left_out"] = [one.left_out for one in sequences]
     if case.weighs_sequences:
         counts["sequence_weight"] = [one.sequence_weight for one in sequences]
     return counts

@@ -52,6 +52,8 @@ def test_importing_the_integrations_imports_no_framework():
         ("lossagg_prompt_mean_no_count_empty", "prompt_mean", False, "vanilla"),
         ("lossagg_sample_mean_no_count_empty+gspo", "sample_mean", False, "gspo"),
         ("lossagg_token_mean+dppo_tv", "token_mean", True, "dppo_tv"),
+        ("lossagg_token_mean_no_count_zero", "token_mean", True, "vanilla"),
+        ("lossagg_row_mean_no_count_empty_no_count_zero+gspo", "row_mean", False, "gspo"),
     ],
 )
 def test_a_loss_mode_names_mode_empty_samples_and_verls_own_loss(name, mode, count_empty, loss):
@@ -100,7 +102,8 @@ UIDS = ["a", "b", "a", f"pad{'0' * 32}"]
 def planned(name, mask=MASK, uids=UIDS, sessions=None, **more):
     columns = {"loss_mask": mask, "uid": uids, "session_id": sessions, **more}
     data = {column: values for column, values in columns.items() if values is not None}
-    return _verl_batch.plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
+    read = verl.LossMode.named(name)
+    return _verl_batch.plan_batch(read.aggregation(4), data, None, counts_zero=read.count_zero)
 
 
 def test_padding_sequences_of_verl_are_in_no_count():
@@ -242,6 +245,25 @@ def test_the_loss_weight_of_a_sequence_multiplies_its_weight(mode, as_column):
     factors = torch.tensor([0.5, 3.0, 2.0], dtype=torch.float64)
     assert torch.equal(plan.weights, without.weights * factors)  # nothing is renormalized
     assert plan.totals.samples == 3
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_mean", "sample_mean", "prompt_mean", "constant", "sample_sum", "row_mean"]
+)
+def test_a_loss_weight_of_0_leaves_the_counts_if_the_loss_mode_says_so(mode):
+    """The first three rows and the padding; the second prompt's row has a token."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+    uids = ["p", "q", "p", "pad" + "0" * 32]
+    plan, _ = planned(f"lossagg_{mode}_no_count_zero", mask, uids, loss_weight=[2.0, 0.0, 1.0, 0])
+    kept, _ = planned(f"lossagg_{mode}", mask[[0, 2]], ["p", "p"], loss_weight=[2.0, 1.0])
+    assert plan.weights.tolist() == [kept.weights[0], 0, kept.weights[1]]
+    stays, _ = planned(f"lossagg_{mode}", mask, uids, loss_weight=[2.0, 0.0, 1.0, 0])
+    assert stays.weights.tolist() != plan.weights.tolist()
+
+
+def test_a_loss_mode_that_leaves_zeros_out_needs_the_column():
+    with pytest.raises(PlanError, match="_no_count_zero and a batch without loss_weight"):
+        planned("lossagg_token_mean_no_count_zero")
 
 
 @pytest.mark.parametrize(

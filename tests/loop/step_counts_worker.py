@@ -255,7 +255,7 @@ def check_one_rank_says_what_the_first_training_step_counted():
                 "",
                 f"lossagg: token_mean: w_s = 1/N; its first step counted {3 * size} active tokens, "
                 f"{2 * size} sequences ({size} empty), {2 * size} samples ({size} empty), "
-                f"each sequence one, {size} of padding left out\n",
+                f"each sequence one, {size} of padding\n",
                 "",
             ], lines
 

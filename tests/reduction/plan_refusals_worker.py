@@ -70,8 +70,16 @@ REFUSED = {
         lambda rank: of(active_tokens=[3, 1], sequence_weight=None if rank else [1, 2]),
     ),
     "a column on one rank": (
-        "rank 0 has turns as columns, rank 1 has none as columns",
+        "rank 0 has the columns turns, rank 1 has no columns",
         lambda rank: of(active_tokens=[3, 1], columns=None if rank else {"turns": [1, 2]}),
+    ),
+    "sequences left out on one rank": (
+        "rank 0 has left_out, rank 1 has no left_out",
+        lambda rank: of(active_tokens=[3, 1], left_out=None if rank else [True, False]),
+    ),
+    "what is no bool on one rank": (
+        r"rank 1 of .*left_out: got \[1.0, 2.0\], expected bools, or 0 and 1",
+        lambda rank: of(active_tokens=[3, 1], left_out=[1, 1 + (rank == 1)]),
     ),
     "a negative weight of a sequence": (
         r"rank 1 of .*sequence_weight: got -2\.0 at index 1, expected 0 or numbers",

@@ -28,7 +28,7 @@ def test_a_plan_says_what_it_counted_and_what_of_it_is_empty():
     }
     assert str(counted) == (
         "10 active tokens, 4 sequences (1 empty), 3 samples (1 empty), 2 prompts (1 empty), "
-        "3 groups (1 empty), 2 of padding left out"
+        "3 groups (1 empty), 2 of padding"
     )
 
 

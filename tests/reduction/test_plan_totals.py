@@ -53,7 +53,7 @@ def test_only_the_totals_that_the_mode_needs_are_required():
 
 # Totals that cannot be those of a step with these sequences: without a check the weight is
 # infinite, negative or quietly another loss's.
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the plan has no active tokens")
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the plan counts no active tokens")
 @pytest.mark.parametrize(
     ("mode", "n", "name", "value"),
     [
