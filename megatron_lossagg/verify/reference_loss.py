@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StepSequence", "columns_read", "step_loss", "weight_sum"]
+__all__ = ["StepSequence", "counts_of_one", "step_loss", "weight_sum"]
 
 StepSequence = dict[str, Any]
 
@@ -116,13 +115,11 @@ class _AnyColumn(dict[str, Any]):
         return self[name]
 
 
-def columns_read(weights: Callable[[Any], Any]) -> list[str]:
-    """Return the names of the columns that a weights function reads of one sequence's counts."""
+def counts_of_one() -> Any:
+    """Count one sequence for a weights function; it has each column that is read."""
     counts = _counts([{"counted": [1, 1], "sample": 0, "prompt": 0, "group": 0}], True)
     counts.columns = _AnyColumn()
-    with suppress(Exception):  # the step itself raises it
-        weights(counts)
-    return list(counts.columns)
+    return counts
 
 
 def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNamespace:
