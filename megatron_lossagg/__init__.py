@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megatron_lossagg.loop.framework import FrameworkLoss as FrameworkLoss
     from megatron_lossagg.loop.framework import Integration as Integration
     from megatron_lossagg.reduction.aggregation import Aggregation as Aggregation
-    from megatron_lossagg.reduction.counts import StepTotals as StepTotals
     from megatron_lossagg.reduction.custom import ReducerContext as ReducerContext
     from megatron_lossagg.reduction.layout import Layout as Layout
     from megatron_lossagg.reduction.options import Options as Options
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan as StepPlan
     from megatron_lossagg.reduction.plan import plan_step as plan_step
     from megatron_lossagg.reduction.sequences import Sequences as Sequences
+    from megatron_lossagg.reduction.totals import StepTotals as StepTotals
     from megatron_lossagg.verify.own_loss import check_loss as check_loss
     from megatron_lossagg.weigh.weighing import Weighing as Weighing
 
@@ -45,7 +45,7 @@ _MODULE_OF = {
     "StepBuffer": "loop.buffer",
     "StepCounts": "reduction.own_weights",
     "StepPlan": "reduction.plan",
-    "StepTotals": "reduction.counts",
+    "StepTotals": "reduction.totals",
     "Weighing": "weigh.weighing",
     "add_loss_aggregation_args": "loop.flags",
     "check_loss": "verify.own_loss",

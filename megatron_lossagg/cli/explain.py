@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_LENGTHS,
         metavar="N,N/N",
         help=f"active tokens of each sample (default {DEFAULT_LENGTHS}); 500- is one of a negative "
-        "advantage, for the groups of balanced",
+        "advantage, for the groups of balanced; 500x one that is left out of every count",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write it as JSON")
     _add_split(parser)

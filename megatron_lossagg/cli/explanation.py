@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,12 +72,14 @@ class Explanation:
 def read_lengths(text: str) -> dict[str, list[int]]:
     """Read a step, by column, from its prompts' samples, such as ``3,5-,9/2,0``.
 
-    Samples of one prompt, with or without a minus, are one group.
+    Samples of one prompt, with or without a minus, are one group. One with an x, such as ``7x`` or
+    ``7-x``, leaves the counts: the column ``left_out`` says so, if there is one.
     """
-    step: dict[str, list[int]] = {"active_tokens": [], "prompt": [], "group": []}
+    step: dict[str, list[int]] = {"active_tokens": [], "prompt": [], "group": [], "left_out": []}
     for prompt, samples in enumerate(text.split("/")):
         for written in map(str.strip, samples.split(",")):
-            n = written.removesuffix("-")
+            signed = written.removesuffix("x")
+            n = signed.removesuffix("-")
             if not n.isdecimal() or len(n) > 16:
                 raise LossAggregationError(
                     f"--lengths {text!r}: got {written!r}, expected a sample's active tokens, as "
@@ -84,9 +87,14 @@ def read_lengths(text: str) -> dict[str, list[int]]:
                 )
             step["active_tokens"].append(int(n))
             step["prompt"].append(prompt)
-            step["group"].append(2 * prompt + (n != written))
-    if not any(step["active_tokens"]):
-        masked = number_of(len(step["prompt"]), "fully masked sample")
+            step["group"].append(2 * prompt + (n != signed))
+            step["left_out"].append(int(signed != written))
+    kind = "fully masked or left out" if any(step["left_out"]) else "fully masked"
+    pairs = [*zip(step["active_tokens"], step["left_out"], strict=True)]
+    if kind == "fully masked":
+        del step["left_out"]
+    if not any(tokens for tokens, is_left_out in pairs if not is_left_out):
+        masked = number_of(len(step["prompt"]), f"{kind} sample")
         raise LossAggregationError(
             f"--lengths: got {masked} and no active token, expected one or more"
         )
@@ -166,7 +174,7 @@ def _flags(name: str, aggregation: Aggregation, count_empty: bool | None) -> str
 
 
 def _counts(plan: StepWeights) -> dict[str, float | None]:
-    totals = plan.totals
+    totals = plan.counted_totals
     counts: dict[str, float | None] = {
         "N": totals.active_tokens,
         "B": totals.samples,
@@ -181,18 +189,28 @@ def _counts(plan: StepWeights) -> dict[str, float | None]:
 
 def _sequences(plan: StepWeights, split: Split) -> list[dict[str, float]]:
     every = plan.counts.of_all_sequences()
-    slot, weights = np.asarray(plan.sequences.microbatch), plan.weight_S
+    totals, weights = plan.counted_totals, plan.weight_S
+    slot = np.asarray(plan.sequences.microbatch)
+
+    def of_all(counted: Any) -> Any:
+        """Give 0 to the sequences that are left out."""
+        if plan.is_left_out_S is None:
+            return counted
+        column = np.zeros(len(weights), dtype=np.asarray(counted).dtype)
+        column[~plan.is_left_out_S] = counted
+        return column
+
     columns = {
         "prompt": plan.sequences.prompt,
         "rank": slot % split.dp,
         "microbatch": slot // split.dp,
         "n_s": plan.active_tokens,
-        "n_b": plan.totals.sample_tokens,
-        "n_p": plan.totals.prompt_tokens,
-        "n_mb": plan.totals.microbatch_tokens,
-        "n_c": every.group_tokens,
-        "k_c": every.group_samples,
-        "R_b": every.rows,
+        "n_b": of_all(totals.sample_tokens),
+        "n_p": of_all(totals.prompt_tokens),
+        "n_mb": of_all(totals.microbatch_tokens),
+        "n_c": of_all(every.group_tokens),
+        "k_c": of_all(every.group_samples),
+        "R_b": of_all(every.rows),
         "w_s": weights,
         "share": weights * plan.active_tokens / _loss(plan),
     }

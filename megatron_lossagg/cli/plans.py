@@ -59,6 +59,7 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
         sample=np.asarray(step["sample"]) if "sample" in step else None,
         prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
         group=np.asarray(step["group"]) if "group" in step else None,
+        left_out=np.asarray(step["left_out"]) if "left_out" in step else None,
         microbatch=np.arange(len(step["active_tokens"])) % slots,
         num_microbatches=slots,
     ).checked()

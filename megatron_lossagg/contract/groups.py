@@ -97,10 +97,10 @@ class LiveGroups:
         return groups
 
     @property
-    def is_first_of_stage(self) -> bool:
-        """Whether this rank is the first of its pipeline stage."""
-        ranks = dist.get_rank(self.dp_cp_group), dist.get_rank(self.tp_group)
-        return ranks == (0, 0)
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the last pipeline stage, which counts the steps."""
+        of_stage = dist.get_rank(self.tp_group) + dist.get_rank(self.dp_cp_group)
+        return self.is_last_stage and of_stage == 0
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
         """Return the layout of packed sequences for this rank; a CUDA tensor costs one host sync.

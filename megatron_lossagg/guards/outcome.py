@@ -12,7 +12,6 @@ is no fault by itself; what no such factor explains is a warning.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lossagg.errors import say
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.faults import looks_again, warn_once
+from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
@@ -34,7 +33,6 @@ __all__ = ["Outcome", "WeighedSteps"]
 _TOLERANCE = 1e-5
 _MOST_M = 8
 """Numbers of microbatches for which a first step is weighed."""
-_log = logging.getLogger("megatron_lossagg")
 
 
 class WeighedSteps:
@@ -148,19 +146,15 @@ class Outcome(Guard):
         self._listener = _Listener(step.config)
         handle = step.chunks[-1].register_forward_hook(self._listener)
         self._stop = weakref.finalize(self, handle.remove)
+        self._is_first = step.groups.is_first
         self._microbatches: dict[object, _Microbatch] = {}
-        self._said = ""
+        self._ratios: list[float] = []
 
     @classmethod
     def of(cls, step: StepFacts) -> Outcome | None:
         """Make it for a training step that is weighed."""
         is_module = isinstance(step.chunks[-1], torch.nn.Module)
         return cls(step) if step.is_weighed and is_module else None
-
-    @property
-    def said(self) -> str:
-        """What was measured, in a sentence; empty if nothing was."""
-        return self._said
 
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
@@ -198,7 +192,7 @@ class Outcome(Guard):
 
     def recorded(self) -> Mapping[str, Any]:
         """Return the smallest and the largest weight over that of the mode, of this rank."""
-        return {"weights": self._ratios} if self._said else {}
+        return {"weights": self._ratios} if self._ratios else {}
 
     def _describe(
         self, mode: str, counted: list[int], tolerance: float, values: list[float]
@@ -221,11 +215,12 @@ class Outcome(Guard):
         lowest = min(one.lowest for one in found)
         highest = max(one.highest for one in found)
         self._ratios = [float(f"{lowest:.6g}"), float(f"{highest:.6g}")]
-        self._said = (
-            f"the model's losses of {sum(one.tokens for one in found)} tokens were trained with "
-            f"the weight of {mode}, times {lowest:.6f} to {highest:.6f}"
-        )
-        _log.info("rank %d: %s", dist.get_rank(), self._said)
+        if self._is_first and first_time(f"weights of {mode}"):
+            tokens = sum(one.tokens for one in found)
+            say(
+                f"this rank's {tokens} tokens were trained with the weight of {mode}, times "
+                f"{lowest:.6f} to {highest:.6f} at the model's losses"
+            )
         _warn_of(mode, found, tolerance)
         return ""
 

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.step_weights import warn_of_divisor
+from megatron_lossagg.reduction.totals import StepTotals
 
 __all__ = ["MakeReducer", "constant_reducer", "refuse_bshd"]
 

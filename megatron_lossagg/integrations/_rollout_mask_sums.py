@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._framework_options import requested, spelled
+from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.faults import warn_once
@@ -211,7 +212,7 @@ def rollout_mask_sums(
 
     num_prompts = 0
     for step in steps:
-        plan = plan_of(step, samples_per_prompt)
+        plan = say_counted(plan_of(step, samples_per_prompt))
         d_S[list(step.sequences)] = _of_plan(plan, step.rollouts, remedy)
         num_prompts += plan.totals.prompts or 0
     if prompt is not None and (len(steps) > 1 or dropped):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import PlanError, message_of
 from megatron_lossagg.integrations._advantage_groups import advantage_groups
+from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import first_time, warn_once
@@ -99,10 +100,13 @@ def _paddings(data: Any) -> list[bool]:
     return [by_name or by_column for by_name, by_column in zip(named, column, strict=True)]
 
 
-def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
+def plan_batch(
+    aggregation: Aggregation, data: Any, group: Any, *, counts_zero: bool = True
+) -> tuple[StepPlan, Tensor]:
     """Count this rank's sequences; returns the plan, and where each one is in it, int64 ``[b]``.
 
-    No host sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
+    ``counts_zero``: whether a sequence with a ``loss_weight`` of 0 is counted all the same. No host
+    sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
     """
     mask = data["loss_mask"]
     sums = [sequence.bool().sum() for sequence in mask.unbind()]
@@ -110,6 +114,14 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
     paddings = _paddings(data)
     is_sequence_b = ~torch.tensor(paddings, dtype=torch.bool)
     columns, fault = _columns(aggregation, data)
+    weights = columns.get("sequence_weight")
+    if not counts_zero and weights is not None:
+        columns["left_out"] = [weight == 0 for weight in weights]
+    elif not counts_zero:
+        fault = fault or (
+            f"got a loss mode of _no_count_zero and a batch without {LOSS_WEIGHT}, whose zeros it "
+            "leaves out of the counts: give each sequence one, or drop _no_count_zero"
+        )
     given: dict[str, Any] = {
         name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
         for name, column in columns.items()
@@ -117,33 +129,15 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
     _say_empty(aggregation, int((n_b[is_sequence_b] == 0).sum()), len(paddings))
     plan = plan_step(
         aggregation,
-        Sequences(active_tokens=n_b[is_sequence_b], **given),
+        Sequences(active_tokens=n_b[is_sequence_b], num_padding=sum(paddings), **given),
         group=group,
         fault=fault,
         # verl's rollout correction leaves loss_mask as it was.
         options=Options(rejects_tokens=True),
     )
-    _say_counted(plan, "sample" in given, sum(paddings))
+    sample = f"(uid, {_sample_column()})" if "sample" in given else ""
+    say_counted(plan, sample=sample)
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
-
-
-def _say_counted(plan: StepPlan, has_samples: bool, num_padding: int) -> None:
-    """Log once what the first step counted, and what a sample is."""
-    if not first_time("counts of verl"):
-        return
-    sample = f"(uid, {_sample_column()})" if has_samples else "each sequence"
-    totals = plan.totals
-    logging.getLogger(__name__).info(
-        "%s counted in the first step, over all ranks: %s tokens, %s samples, %s of them with a "
-        "token; a sample is %s; on this rank %d sequences and %d of padding",
-        plan.aggregation,
-        totals.active_tokens,
-        totals.samples,
-        totals.active_samples,
-        sample,
-        len(plan.active_tokens),
-        num_padding,
-    )
 
 
 def _say_empty(aggregation: Aggregation, num_empty: int, num_sequences: int) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import imported, not_a_mask, replaced
+from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.devices import moved
@@ -235,6 +236,7 @@ def _scales(
         fault=fault,
     )
     announce("AReaL", aggregation)
+    say_counted(plan)
     return plan.weights * float(plan.totals.active_tokens or 0)
 
 

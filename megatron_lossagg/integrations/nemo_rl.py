@@ -42,11 +42,12 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import not_a_mask
+from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.totals import StepTotals
 
 __all__ = ["AggregatedLoss", "aggregated"]
 
@@ -269,13 +270,12 @@ class AggregatedLoss:
         n_S, is_sequence_S = n_S.to("cpu", torch.int64), (sample_mask != 0).cpu()
         if self.aggregation.mode == "prompt_mean":
             _check_prompts(len(n_S), sequences_per_step, samples_per_prompt)
-        prompt_S = torch.arange(len(n_S)) // samples_per_prompt
         weight_S = torch.zeros(len(n_S), dtype=torch.float64)
         for start in range(0, len(n_S), sequences_per_step):
             sequences = torch.arange(start, min(start + sequences_per_step, len(n_S)))
             sequences = sequences[is_sequence_S[sequences]]
-            counts = Sequences(active_tokens=n_S[sequences], prompt=prompt_S[sequences])
-            weight_S[sequences] = plan_step(self.aggregation, counts).weights
+            counts = Sequences(active_tokens=n_S[sequences], prompt=sequences // samples_per_prompt)
+            weight_S[sequences] = say_counted(plan_step(self.aggregation, counts)).weights
         return weight_S
 
     def _weights(
@@ -321,7 +321,7 @@ class AggregatedLoss:
                 f"{error}. NeMo-RL's split training steps pass 1 for the step's counts and divide "
                 "after the loss: pass split_steps=True, or train with grpo_train's own steps"
             ) from error
-        weight_b[is_sequence_b] = plan.weights
+        weight_b[is_sequence_b] = (plan if self.split_steps else say_counted(plan)).weights
         if self.split_steps:  # of the microbatch so far; NeMo-RL divides by the step's count
             level, _ = _OF_A_SPLIT_STEP[self.aggregation.mode]
             weight_b *= tokens if level == "TOKEN_LEVEL" else samples

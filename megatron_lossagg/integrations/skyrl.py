@@ -47,6 +47,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.integrations._refusals import not_a_mask, replaced
+from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.modes import CUSTOM
@@ -189,6 +190,7 @@ class _Collator:
         sequence = self._sequences(batch, mask)
         active_tokens = torch.bincount(sequence[mask > 0], minlength=len(examples))
         plan = plan_step(self.aggregation, Sequences(active_tokens=active_tokens))
+        say_counted(plan)
         weights = plan.weights.to(mask)[sequence]
         batch["loss_mask"] = torch.where(mask > 0, weights, torch.zeros_like(mask))
         batch.metadata[_WEIGHED] = True
@@ -256,6 +258,7 @@ class _Weighing:
                 group=groups,
             ),
         )
+        say_counted(plan)
         self.weights.append(plan.weights)
         return advantages * plan.weights.to(advantages)[:, None]
 

@@ -8,7 +8,8 @@ policy losses under these names::
     actor_rollout_ref.actor.loss_scale_factor=40960                  # L of constant, C of token_sum
 
 ``lossagg_<mode>`` is verl's ``vanilla`` policy loss under our weights, ``lossagg_<mode>+gspo``
-another one of its policy losses, and ``lossagg_<mode>_no_count_empty`` leaves empty samples out. A
+another one of its policy losses, ``lossagg_<mode>_no_count_empty`` leaves empty samples out, and
+``lossagg_<mode>_no_count_zero`` sequences whose ``loss_weight`` is 0. A
 prompt is a ``uid``, a sample a session of it, and a group its samples with one sign of the
 advantage (``_verl_batch.py``). KL, entropy and distillation have the policy's weights. The engine
 is verl's Megatron engine, which plans each step itself; another engine refuses these names.
@@ -72,7 +73,7 @@ WEIGH = "LOSSAGG_WEIGH"
 SEQUENCE = "lossagg_sequence"
 """Field of the batch: each sequence's position in the plan, -1 for padding."""
 
-_PREFIX, _NO_EMPTY = "lossagg_", "_no_count_empty"
+_PREFIX, _NO_EMPTY, _NO_ZERO = "lossagg_", "_no_count_empty", "_no_count_zero"
 _MODES = ("token_mean", "token_sum", *COUNT_SAMPLES)
 _NOT_BY_AGG_LOSS = ("geo_mean",)
 """verl's policy losses that average over a microbatch themselves."""
@@ -101,21 +102,24 @@ class LossMode:
     count_empty: bool
     loss: str
     """verl's own policy loss, whose per-token losses are aggregated."""
+    count_zero: bool = True
+    """Whether a sequence with a ``loss_weight`` of 0 is counted."""
 
     @property
     def name(self) -> str:
         """The registered name."""
         no_empty = "" if self.count_empty else _NO_EMPTY
+        no_zero = "" if self.count_zero else _NO_ZERO
         loss = "" if self.loss == "vanilla" else f"+{self.loss}"
-        return f"{_PREFIX}{self.mode}{no_empty}{loss}"
+        return f"{_PREFIX}{self.mode}{no_empty}{no_zero}{loss}"
 
     @staticmethod
     def named(name: str) -> LossMode | None:
         """Read a registered name; None for a name of verl's own."""
-        match = re.fullmatch(f"{_PREFIX}(\\w+?)({_NO_EMPTY})?(?:\\+(\\w+))?", name)
+        match = re.fullmatch(f"{_PREFIX}(\\w+?)({_NO_EMPTY})?({_NO_ZERO})?(?:\\+(\\w+))?", name)
         if match is None:
             return None
-        return LossMode(match[1], match[2] is None, match[3] or "vanilla")
+        return LossMode(match[1], match[2] is None, match[4] or "vanilla", match[3] is None)
 
     def aggregation(self, loss_scale_factor: float | None) -> Aggregation:
         """Add the divisor of ``actor.loss_scale_factor``, if the mode has one."""
@@ -156,10 +160,11 @@ def _register() -> tuple[str, ...]:
 
     losses = [name for name in POLICY_LOSS_REGISTRY if name not in _NOT_BY_AGG_LOSS]
     modes = [
-        LossMode(mode, count_empty, loss)
+        LossMode(mode, count_empty, loss, count_zero)
         for loss in losses
         for mode in _MODES
         for count_empty in ((True, False) if mode in COUNT_SAMPLES else (True,))
+        for count_zero in (True, False)
     ]
     for mode in modes:
         loss = POLICY_LOSS_REGISTRY[mode.loss]
@@ -270,7 +275,7 @@ def _engine(base: Any) -> Any:
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
             if self.engine_config.dynamic_context_parallel:
                 check_same_batch(aggregation, data)
-            plan, sequences = plan_batch(aggregation, data, group)
+            plan, sequences = plan_batch(aggregation, data, group, counts_zero=mode.count_zero)
             data[SEQUENCE] = sequences
             if not forward_only:
                 warn_of_split(data, plan, self.tokens_of)

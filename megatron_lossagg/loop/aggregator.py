@@ -8,7 +8,7 @@ loss mask. Side losses (MoE, MTP) keep their 1/N.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from megatron_lossagg.guards.agreement import agree
 from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.guards.outcome import WeighedSteps
-from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
+from megatron_lossagg.loop.counts_of_rank import plan_of_rank
+from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.read_run import aggregation_of, agree_further, read_run
 from megatron_lossagg.loop.stages import begun_together
@@ -35,7 +36,7 @@ from megatron_lossagg.reduction.integers import IntsLike, is_integer
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import Count
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.plan import StepPlan, plan_step
+from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import FloatsLike, Ids
 
 if TYPE_CHECKING:
@@ -205,8 +206,12 @@ class LossAggregator:
         microbatch: IntsLike | None = None,
         token_weight_sums: FloatsLike | None = None,
         sequence_weight: FloatsLike | None = None,
+        left_out: IntsLike | Sequence[bool] | None = None,
         group: Ids | None = None,
+        columns: Mapping[str, FloatsLike] | None = None,
         samples_per_prompt: int | None = None,
+        sample_count: int | None = None,
+        num_padding: int | None = None,
         forward_only: bool = False,
         accumulates: bool | int = False,
         iteration: int | None = None,
@@ -230,8 +235,12 @@ class LossAggregator:
             microbatch: As in :class:`Sequences`.
             token_weight_sums: As in :class:`Sequences`.
             sequence_weight: As in :class:`Sequences`.
+            left_out: As in :class:`Sequences`.
             group: As in :class:`Sequences`.
+            columns: As in :class:`Sequences`.
             samples_per_prompt: As in :class:`Sequences`.
+            sample_count: As in :class:`Sequences`.
+            num_padding: As in :class:`Sequences`.
             forward_only: As in :meth:`begin`.
             accumulates: As in :meth:`begin`.
             iteration: As in :meth:`begin`.
@@ -247,9 +256,10 @@ class LossAggregator:
         given: dict[str, Any] = {"active_tokens": active_tokens, "microbatch": microbatch}
         given |= {"sample": sample, "prompt": prompt, "group": group}
         given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
-        given["samples_per_prompt"] = samples_per_prompt
+        given |= {"samples_per_prompt": samples_per_prompt, "sample_count": sample_count}
+        given |= {"num_padding": num_padding, "columns": columns, "left_out": left_out}
         return self.begin_together(
-            partial(self._plan, given, num_microbatches, forward_only, iteration),
+            partial(plan_of_rank, self, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             accumulates=accumulates,
@@ -342,6 +352,8 @@ class LossAggregator:
             is_weighed=not forward_only and self._weighed_steps.has_next(plan, num_microbatches),
         )
         if plan is not None:
+            if not forward_only:
+                say_counted(plan, is_first=self.groups.is_first)
             plan.state.is_stepped |= not forward_only
             plan.state.refuse_others()
         return self._latest
@@ -350,21 +362,6 @@ class LossAggregator:
         if self._record_group is None:
             return None
         return StepRecorder(Exchange(self._record_group), self._record_file, iteration)
-
-    def _plan(
-        self, given: dict[str, Any], m: int, forward_only: bool, iteration: int | None
-    ) -> StepPlan:
-        """Plan the counts of this data-parallel rank; see :meth:`step`."""
-        sequences, fault = sequences_of_rank(given, m, self.tp_group, forward_only=forward_only)
-        return plan_step(
-            self.aggregation,
-            sequences,
-            group=self.dp_group,
-            options=self.options.of_step(forward_only),
-            fault=fault,
-            forward_only=forward_only,
-            iteration=iteration,
-        )
 
     def wrap(self, schedule: Callable[..., Any], integration: Integration) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned, if the loop reads its data inside.

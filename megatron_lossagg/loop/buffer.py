@@ -67,8 +67,12 @@ class MicrobatchSequences:
     """Sum of the active tokens' weights of each segment, float64, for ``count="weights"``."""
     sequence_weight: FloatsLike | None = None
     """omega_s of each segment, as in :class:`Sequences`."""
+    left_out: IntsLike | None = None
+    """Which segments leave every count, likewise."""
     group: IntsLike | None = None
     """Group id of each segment, likewise."""
+    columns: Mapping[str, FloatsLike] | None = None
+    """The columns of :class:`Sequences`, of each segment; the same names in every microbatch."""
     is_padding: IntsLike | None = None
     """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
     None: no segment is."""
@@ -78,26 +82,29 @@ class MicrobatchSequences:
         active_G = np.asarray(whole_numbers(self.active_tokens))
         if active_G.ndim != 1:
             raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
+        numbers = ("left_out", *GATHERED_FLOATS)
         others: dict[str, Any] = {
             name: checked_integers(name, values, PlanError, length=len(active_G))
             for name, values in vars(self).items()
-            if name not in ("active_tokens", *GATHERED_FLOATS) and values is not None
+            if name not in ("active_tokens", "columns", *numbers) and values is not None
         }
         others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
-        for name in GATHERED_FLOATS:
-            if getattr(self, name) is None:
-                continue
-            others[name] = float_G = np.asarray(getattr(self, name), dtype=np.float64)
-            if float_G.shape != active_G.shape:
-                raise ValueError(
-                    f"{name}: got shape {float_G.shape}, expected {active_G.shape}, one per "
-                    "sequence"
-                )
+        for name in numbers:
+            if getattr(self, name) is not None:
+                others[name] = _floats(name, getattr(self, name), active_G.shape)
+        if self.columns is not None:
+            others["columns"] = {
+                name: _floats(name, one, active_G.shape) for name, one in self.columns.items()
+            }
         return MicrobatchSequences(active_tokens=active_G, **others)
 
-    def of_sequences(self, name: str) -> list[Any]:
-        """Return a field's checked values without those of padding; empty if it is None."""
+    def of_sequences(self, name: str, column: str | None = None) -> list[Any]:
+        """Return a field's checked values without those of padding; empty if it is None.
+
+        ``column``: the name of one in :attr:`columns`.
+        """
         values_G = getattr(self, name)
+        values_G = values_G if column is None or values_G is None else values_G.get(column)
         return [] if values_G is None else values_G[np.asarray(self.is_padding) == 0].tolist()
 
 
@@ -200,9 +207,12 @@ class StepBuffer:
             prompt=_joined(counts, "prompt"),
             token_weight_sums=_joined(counts, "token_weight_sums"),
             sequence_weight=_joined(counts, "sequence_weight"),
+            left_out=_joined(counts, "left_out"),
             group=_joined(counts, "group"),
+            columns=_joined_columns(counts),
             microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
             num_microbatches=self.num_microbatches,
+            num_padding=sum(int(np.asarray(mb.is_padding).sum()) for mb in counts),
         )
         try:
             plan = plan_step(
@@ -293,6 +303,21 @@ def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:
     if all(getattr(counted, name) is None for counted in counts):
         return None
     return [value for counted in counts for value in counted.of_sequences(name)]
+
+
+def _joined_columns(counts: Sequence[MicrobatchSequences]) -> dict[str, list[float]] | None:
+    """Join the columns of a step by name; one that a microbatch lacks is too short."""
+    if all(counted.columns is None for counted in counts):
+        return None
+    names = {name: None for counted in counts for name in counted.columns or ()}
+    return {name: [v for mb in counts for v in mb.of_sequences("columns", name)] for name in names}
+
+
+def _floats(name: str, values: object, shape: tuple[int, ...]) -> Any:
+    float_G = np.asarray(values, dtype=np.float64)
+    if float_G.shape != shape:
+        raise ValueError(f"{name}: got shape {float_G.shape}, expected {shape}, one per sequence")
+    return float_G
 
 
 def _copied(microbatch: Any, note: Callable[[list[Any], list[Any]], None]) -> Any:

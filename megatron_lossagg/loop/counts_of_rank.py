@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -11,12 +11,38 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import message_of
 from megatron_lossagg.reduction.exchange import gather_counts
 from megatron_lossagg.reduction.integers import is_integer
+from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["sequences_of_rank"]
+if TYPE_CHECKING:
+    from megatron_lossagg.loop.aggregator import LossAggregator
+
+__all__ = ["plan_of_rank"]
 
 
-def sequences_of_rank(
+def plan_of_rank(
+    run: LossAggregator,
+    arguments: dict[str, Any],
+    num_microbatches: int,
+    forward_only: bool,
+    iteration: int | None,
+) -> StepPlan:
+    """Plan a step of the run from what this rank passes to :meth:`LossAggregator.step`."""
+    sequences, fault = _sequences_of_rank(
+        arguments, num_microbatches, run.tp_group, forward_only=forward_only
+    )
+    return plan_step(
+        run.aggregation,
+        sequences,
+        group=run.dp_group,
+        options=run.options.of_step(forward_only),
+        fault=fault,
+        forward_only=forward_only,
+        iteration=iteration,
+    )
+
+
+def _sequences_of_rank(
     arguments: dict[str, Any], num_microbatches: int, tp_group: ProcessGroup, *, forward_only: bool
 ) -> tuple[Sequences, str]:
     """Return what to plan on this data-parallel rank, or why it has no counts.
@@ -70,6 +96,8 @@ def _listed(value: Any) -> Any:
         value = value.detach()
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _listed(one) for name, one in value.items()}
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return [one.item() if isinstance(one, Tensor) else one for one in value]

@@ -1,12 +1,22 @@
-"""Tell a launcher that the run has finished a step: a failure before it would be repeated."""
+"""What happens once in a run, in its first step: it is said what was counted, and that it ended."""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["FIRST_STEP_FILE", "record_first_step"]
+import torch.distributed as dist
+
+from megatron_lossagg.errors import say
+from megatron_lossagg.reduction.faults import first_time
+from megatron_lossagg.reduction.step_weights import StepWeights
+
+__all__ = ["FIRST_STEP_FILE", "record_first_step", "say_counted"]
+
+_Plan = TypeVar("_Plan", bound=StepWeights)
 
 FIRST_STEP_FILE = "LOSSAGG_FIRST_STEP_FILE"
 """The environment variable in which a launcher names a file."""
@@ -17,3 +27,30 @@ def record_first_step() -> None:
     if path := os.environ.pop(FIRST_STEP_FILE, None):
         with suppress(OSError):  # the launcher's loss, not the run's
             Path(path).touch()
+
+
+def say_counted(plan: _Plan, *, is_first: bool | None = None, sample: str = "") -> _Plan:
+    """Print what the first training step under an aggregation counted, on one rank of the job.
+
+    ``is_first``: whether it is this one; None: the first rank of the last pipeline stage, which
+    counts in every framework. ``sample``: what a sample is, in words. Returns the plan. No
+    collective.
+    """
+    is_new = first_time(f"counts of {plan.aggregation!r}")
+    if is_new and (_is_first() if is_first is None else is_first):
+        of_sample = sample and f"; a sample is {sample}"
+        say(f"{plan.aggregation}; its first step counted {plan.counted}{of_sample}")
+    return plan
+
+
+def _is_first() -> bool:
+    if not dist.is_initialized():
+        return True
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return dist.get_rank() == 0
+    return bool(
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )

@@ -94,7 +94,6 @@ class ScheduleHook:
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced or shadowed, training and evaluation."""
         self._num_trained = 0
-        self._is_told = False
         self.is_found = False
         """Whether the framework's loop has asked for its schedule."""
         self.k = 1
@@ -206,11 +205,7 @@ class ScheduleHook:
         call["data_iterator"] = chunks if is_list else chunks[-1]
         call["forward_step_func"] = replay
         with step:
-            returned = schedule(**call)
-        if step.outcome and not self._is_told and aggregator.groups.is_first_of_stage:
-            print(f"loss aggregation: {step.outcome}", flush=True)
-            self._is_told = True
-        return returned
+            return schedule(**call)
 
     def _of_model(self, model: Any, forward_only: bool) -> LossAggregator:
         """Make the aggregator in the first call, and of another model; probe if it trains."""

@@ -36,9 +36,11 @@ def begun_together(
         stages = [text.split("\n", 2) for text in of_stages]
         fault = _fault_of("pipeline stage", [(what, text) for what, _, text in stages])
         if groups.cp_group is not None:
-            of_ranks = Exchange(groups.cp_group).messages(f"{what}\n{fault}")
-            ranks = [(what, text) for what, text in (one.split("\n", 1) for one in of_ranks)]
-            fault = fault or _fault_of("context-parallel rank", ranks)
+            own = "" if step is None else step.own_numbers
+            of_ranks = Exchange(groups.cp_group).messages(f"{what}\n{own}\n{fault}")
+            ranks = [text.split("\n", 2) for text in of_ranks]
+            of_cp = _fault_of("context-parallel rank", [(what, text) for what, _, text in ranks])
+            fault = fault or of_cp or _differing([own for _, own, _ in ranks])
     if error is not None:
         raise error
     assert step is not None
@@ -48,6 +50,17 @@ def begun_together(
     if scale is not None and stages[-1][1]:
         scale.weight_sum = float(stages[-1][1])
     return step
+
+
+def _differing(of_ranks: Sequence[str]) -> str:
+    """Name the first context-parallel rank that passes other numbers than the first, if any."""
+    other = next((rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]), None)
+    if other is None:
+        return ""
+    return (
+        f"context-parallel ranks 0 and {other} pass different columns of the same sequences: pass "
+        "equal ones on every rank of a context-parallel group"
+    )
 
 
 def _fault_of(kind: str, found: Sequence[tuple[str, str]]) -> str:

@@ -36,7 +36,6 @@ from megatron_lossagg.guards.guard import (
     StepFacts,
     is_in_backward,
 )
-from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -258,13 +257,9 @@ class Step:
         return 1 if self._plan is None else self.scaling.k
 
     @property
-    def outcome(self) -> str:
-        """With which weights the model's losses were trained, if this step was weighed.
-
-        Empty before the step has finished, and if the model returns no loss per token.
-        """
-        weighed = (guard.said for guard in self._guards if isinstance(guard, Outcome))
-        return next(weighed, "")
+    def own_numbers(self) -> str:
+        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        return "" if self._plan is None else self._plan.sequences.own
 
     @property
     def is_left_open(self) -> bool:

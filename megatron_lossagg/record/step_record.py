@@ -15,7 +15,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,9 @@ class StepRecord:
     pass, in the order of their reduction."""
     version: str
     """Of this package."""
+    counted: dict[str, int] = field(default_factory=dict)
+    """How many sequences, samples, prompts and groups were counted, how many of them are empty,
+    and how many padding sequences were left out, as far as it is known."""
 
     def line(self) -> str:
         """Write it as one line of JSON."""
@@ -126,7 +129,7 @@ def _parsed(line: str) -> StepRecord | None:
     names = {field.name for field in fields(StepRecord)}
     try:
         values: Any = json.loads(line)
-        record = StepRecord(**{name: values[name] for name in names})
+        record = StepRecord(**{name: values[name] for name in names & values.keys()})
         return record if type(record.step) is int else None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None

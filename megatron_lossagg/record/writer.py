@@ -114,8 +114,7 @@ def opened_record(
         )
     if path is None or not groups.is_last_stage or dist.get_rank(groups.tp_group) != 0:
         return None, None
-    is_first = dist.get_rank(groups.dp_cp_group) == 0
-    return groups.dp_cp_group, RecordFile(path) if is_first else None
+    return groups.dp_cp_group, RecordFile(path) if groups.is_first else None
 
 
 class StepRecorder:
@@ -152,8 +151,11 @@ class StepRecorder:
         own = 0
         if has_weights and groups.cp_rank == 0:
             is_weighed = plan.aggregation.count == "weights"
-            columns = [plan.weight_S, plan.counted_S] if is_weighed else [plan.weight_S]
-            own = hash_weights(plan.active_tokens, *columns)
+            weight_S, is_left_out_S = plan.weight_S, plan.is_left_out_S
+            if is_left_out_S is not None:  # as of a run that does not have them
+                weight_S = weight_S[~is_left_out_S]
+            columns = [weight_S, plan.counted_S] if is_weighed else [weight_S]
+            own = hash_weights(plan.counted_sequences.active_tokens, *columns)
         trained = torch.stack(self._trained).tolist() if self._trained else []
         weights, weight_sum = _gathered(self._exchange, own, trained)
         if self._file is None:
@@ -167,7 +169,7 @@ class StepRecorder:
                 exponent=aggregation.exponent,
                 count_empty=bool(aggregation.count_empty),
                 count=aggregation.count,
-                active_tokens=plan.totals.active_tokens,
+                active_tokens=plan.counted_totals.active_tokens,
                 samples=plan.counts.known("samples"),
                 prompts=plan.counts.known("prompts"),
                 weights=weights if has_weights else "",
@@ -180,6 +182,7 @@ class StepRecorder:
                 context_parallel_size=groups.cp_size,
                 coefficients=list(recorded.get("coefficients", ())),
                 version=megatron_lossagg.__version__,
+                counted=plan.counted.known,
             )
         )
 

@@ -35,6 +35,8 @@ class Aggregation:
         count: What n_s, n_b, n_p, n_mb and N count, and which samples V and prompts Q has.
             ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
             v_t >= 0, which multiply the losses too: the loss is ``sum_s w_s sum_t m_t v_t x_t``.
+        count_left_out: Whether the sequences of ``Sequences.left_out`` are counted and trained all
+            the same, as a KL term may next to a policy loss.
         weights: A function from :class:`StepCounts` to one weight per sequence, NumPy ``[A]`` or
             one number; or its path ``pkg.mod:name``. It is the mode ``own_weights``, whose name may
             be left out. Ranks compare its path and its weights.
@@ -62,6 +64,7 @@ class Aggregation:
     count_empty: bool | None = None
     reducer_path: str | None = None
     count: Count = "mask"
+    count_left_out: bool = False
     weights: WeightsFunction | Callable[[StepCounts], Any] | str | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +93,10 @@ class Aggregation:
             count_empty = alias.count_empty
         if not isinstance(count_empty, bool):
             raise AggregationError(f"got count_empty {count_empty!r}, expected True or False")
+        if not isinstance(self.count_left_out, bool):
+            raise AggregationError(
+                f"got count_left_out {self.count_left_out!r}, expected True or False"
+            )
         if self.mode in ALIASES and count_empty != alias.count_empty:
             raise AggregationError(
                 f"{self.mode!r} means mode {mode.name!r} with count_empty={alias.count_empty}, got "

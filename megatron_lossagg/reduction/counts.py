@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.ids import check_ids
+from megatron_lossagg.reduction.counted import Counted, check_sample_count
 from megatron_lossagg.reduction.id_groups import IdGroups
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
@@ -33,112 +34,15 @@ from megatron_lossagg.reduction.sequences import (
     hashed,
 )
 from megatron_lossagg.reduction.step_table import StepTable
+from megatron_lossagg.reduction.totals import StepTotals, WeightTotals, WhichStep
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.exchange import Exchange
     from megatron_lossagg.reduction.one_process import OneProcess
 
-__all__ = ["StepTotals", "WeightTotals", "WhichStep", "count_step", "known_step"]
+__all__ = ["count_step", "known_step"]
 
 _Numbers = TypeVar("_Numbers", Ints, Floats)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightTotals:
-    """The step's sums of token weights, under the names of :class:`StepTotals`.
-
-    An active sample or prompt is one whose sum is not 0. Each sum over sequences is rounded once,
-    so that it depends neither on their order nor on how ranks share them.
-    """
-
-    active_tokens: float
-    samples: int
-    active_samples: int
-    prompts: int | None = None
-    active_prompts: int | None = None
-    microbatch_means: float | None
-    data_parallel_size: int | None
-    sample_lengths: Floats
-    sample_tokens: Floats
-    prompt_tokens: Floats | None = None
-    microbatch_tokens: Floats | None
-    table: StepTable
-
-    def __post_init__(self) -> None:
-        for value in vars(self).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # the weights follow from them
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """Counts of the whole step over the data-parallel group; None if not known.
-
-    Passed to :func:`plan_step` they replace the collectives: a mode raises
-    :class:`PlanError` for what they lack. What follows ``microbatch_means`` is never passed.
-
-    Examples:
-        >>> totals = StepTotals(active_tokens=8, samples=4)
-        >>> sequences = Sequences(active_tokens=[3, 1])
-        >>> plan_step(Aggregation("sample_sum"), sequences, totals=totals).weights.tolist()
-        [0.25, 0.25]
-    """
-
-    active_tokens: int | None = None
-    """N: active tokens."""
-    samples: int | None = None
-    """B: samples."""
-    prompts: int | None = None
-    """P: prompts."""
-    active_samples: int | None = None
-    """V: samples with an active token."""
-    active_prompts: int | None = None
-    """Q: prompts with an active token."""
-    microbatch_means: float | None = None
-    """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
-    data_parallel_size: int | None = field(default=None, repr=False, compare=False)
-    """DP; None if totals were passed without a group in a job of several processes."""
-    longest_sample: int | None = field(default=None, repr=False, compare=False)
-    """The largest n_b; of this rank if totals were passed."""
-    sample_lengths: Ints | None = field(default=None, repr=False, compare=False)
-    """n_b of every sample of the step, int64; None if lengths were not gathered."""
-    sample_tokens: Ints | None = field(default=None, repr=False, compare=False)
-    """n_b of each of this rank's sequences, int64 ``[S]``."""
-    prompt_tokens: Ints | None = field(default=None, repr=False, compare=False)
-    """n_p likewise; None without prompt ids."""
-    microbatch_tokens: Ints | None = field(default=None, repr=False, compare=False)
-    """n_mb of each of this rank's sequences' microbatch; None without ``Sequences.microbatch``."""
-    weighted: WeightTotals | None = field(default=None, repr=False, compare=False)
-    """The same in token weights; None without ``Sequences.token_weight_sums``."""
-    table: StepTable | None = field(default=None, repr=False, compare=False)
-    """The sequences of all ranks; None if they were not gathered."""
-
-    def __post_init__(self) -> None:
-        for value in vars(self).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # the weights follow from them
-
-
-class WhichStep(NamedTuple):
-    """Which step is planned, as far as that is known; ranks of a group plan the same."""
-
-    kind: int
-    """0 if it is not known, 1 if it trains, 2 if it evaluates."""
-    number: int
-    """Of a training step, from 1; 0 if it is not known."""
-
-    @staticmethod
-    def of(forward_only: bool | None, iteration: object) -> WhichStep:
-        """Return it; what is no number of a step is left to others to refuse."""
-        kind = 0 if forward_only is None else 1 + bool(forward_only)
-        is_number = kind == 1 and is_integer(iteration, lowest=1, highest=2**62)
-        return WhichStep(kind, cast(int, iteration) if is_number else 0)
-
-    def __str__(self) -> str:
-        """Name it in a message."""
-        if self.number:
-            return f"training step {self.number}"
-        return ("a plan", "a training step", "an evaluation")[self.kind]
 
 
 def known_step(
@@ -150,6 +54,11 @@ def known_step(
         raise PlanError(
             "got totals= and token_weight_sums=, but only counting sums the weights of other "
             "ranks: drop one of them"
+        )
+    if sequences.left_out is not None:
+        raise PlanError(
+            "got totals= and left_out=, but only counting finds what other ranks leave out: drop "
+            "totals="
         )
     for kind in ID_KINDS:
         if getattr(sequences, kind) is not None:
@@ -171,6 +80,7 @@ def known_step(
                 f"got StepTotals({name}={value!r}), expected an integer from {lowest}, "
                 "which this rank's sequences have: pass the count of the whole step"
             )
+    check_sample_count(sequences.sample_count, totals.samples, has_ids=True)
     return replace(
         totals,
         data_parallel_size=data_parallel_size,
@@ -181,6 +91,7 @@ def known_step(
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
         weighted=None,
         table=None,
+        counted=None,
     )
 
 
@@ -218,6 +129,9 @@ def count_step(
     numbers = {name: getattr(sequences, name) for name in (*ID_KINDS, *GATHERED_FLOATS)}
     # All columns travel as integers.
     given_S = {name: one.view(np.int64) for name, one in numbers.items() if one is not None}
+    given_S |= {_OWN + name: one.view(np.int64) for name, one in sequences.columns.items()}
+    if sequences.left_out is not None:
+        given_S[_LEFT_OUT] = sequences.left_out.astype(np.int64)
     columns = {"tokens": n_S} | given_S
     given = [*columns, *["microbatch"] * (sequences.microbatch is not None)]
     of_ranks = _gathered_numbers(sequences, settings, given, which, fault, exchange)
@@ -228,14 +142,36 @@ def count_step(
         microbatch_means=_microbatch_means(of_ranks, "active_microbatches"),
         data_parallel_size=exchange.size,
         longest_sample=int(of_ranks["longest"].max()),
-        sample_lengths=n_S if exchange.size == 1 else None,
         sample_tokens=n_S,
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
     )
     needs_all = any(MODES[one.mode].needs_all for one in (aggregation, *shadows))
-    if len(columns) == 1 and not needs_all and exchange.size > 1:
-        return counted
-    return _count_columns(counted, columns, sequences, of_ranks, exchange)
+    if len(columns) > 1 or needs_all or exchange.size == 1:
+        counted = _count_columns(columns, sequences, of_ranks, exchange)
+    has_ids = sequences.sample is not None
+    check_sample_count(sequences.sample_count, counted.samples, has_ids=has_ids)
+    return replace(counted, counted=_in_numbers(counted, of_ranks))
+
+
+def _in_numbers(totals: StepTotals, of_ranks: Mapping[str, Ints], left_out: int = 0) -> Counted:
+    """Write what was counted as numbers over all ranks; ``left_out``: sequences that were not."""
+    sequences, active = (int(of_ranks[n].sum()) for n in ("sequences", "active_sequences"))
+    if totals.table is not None:
+        tokens_A: Any = totals.table.counted_A
+        sequences, active = len(tokens_A), int(np.count_nonzero(tokens_A))
+    numbers = {"sequences": sequences, "empty_sequences": sequences - active}
+    for kind in ("samples", "prompts"):
+        found, active = getattr(totals, kind), getattr(totals, f"active_{kind}")
+        if found is not None:
+            numbers |= {kind: found, f"empty_{kind}": found - active}
+    groups = None if totals.table is None else totals.table.groups.get("group")
+    if groups is not None:
+        active = int(np.count_nonzero(groups.sums(tokens_A)))
+        numbers |= {"groups": groups.num, "empty_groups": groups.num - active}
+    padding_W = of_ranks["padding"]
+    padding = int(padding_W.sum()) if (padding_W >= 0).all() else None
+    known = {"active_tokens": totals.active_tokens, "left_out": left_out or None}
+    return Counted(**known, padding=padding, **numbers)
 
 
 def _gathered_numbers(
@@ -246,14 +182,15 @@ def _gathered_numbers(
     fault: str,
     exchange: Exchange | OneProcess,
 ) -> dict[str, Ints]:
-    """Gather 13 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
+    """Gather 17 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
-    has_microbatches = sequences.microbatch is not None
+    kept, has_microbatches = sequences.kept, sequences.microbatch is not None
     own = {
         "has_fault": bool(fault),
         # The same on every rank: the aggregation, the options and which ids are passed.
         "fingerprint": hashed(_BETWEEN.join([*settings, *given])),
         "samples_per_prompt": sequences.samples_per_prompt or 0,
+        "sample_count": -1 if sequences.sample_count is None else sequences.sample_count,
         # A bit per kind of id that is passed as strings; -1 if there are no sequences.
         "string_ids": sum(1 << ID_KINDS.index(k) for k in sequences.string_ids) if len(n_S) else -1,
         "sequences": len(n_S),
@@ -261,14 +198,18 @@ def _gathered_numbers(
         "active_sequences": int(np.count_nonzero(n_S)),
         "active_microbatches": _count_microbatches(sequences, n_S)[1],
         "weighted_microbatches": _count_microbatches(sequences, v_S)[1],
+        "kept_active_microbatches": _count_microbatches(kept, kept.active_tokens)[1],
+        "kept_weighted_microbatches": _count_microbatches(kept, kept.token_weight_sums)[1],
         "num_microbatches": (sequences.num_microbatches or 0) if has_microbatches else 0,
         "longest": int(n_S.max(initial=0)),
+        "padding": -1 if sequences.num_padding is None else sequences.num_padding,
         **which._asdict(),
     }
     gathered = exchange.integers(np.array([*own.values()], dtype=np.int64)).T
     of_ranks = dict(zip(own, gathered, strict=True))
     strings, *known = (of_ranks[name] for name in ("string_ids", "kind", "number"))
-    same = [of_ranks["fingerprint"], of_ranks["samples_per_prompt"], strings[strings >= 0]]
+    same = [of_ranks[name] for name in ("fingerprint", *_SAME_NUMBERS)]
+    same.append(strings[strings >= 0])
     same += [values[values > 0] for values in known]
     if of_ranks["has_fault"].any() or any((values != values[:1]).any() for values in same):
         _raise_together(settings, sequences, given, which, fault, exchange)
@@ -277,25 +218,50 @@ def _gathered_numbers(
 
 
 def _count_columns(
-    counted: StepTotals,
     columns: Mapping[str, Ints],
     sequences: CheckedSequences,
     of_ranks: Mapping[str, Ints],
     exchange: Exchange | OneProcess,
 ) -> StepTotals:
-    """Gather a few numbers of every sequence, and count samples, prompts and token weights."""
-    n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
+    """Gather a few numbers of every sequence, and count samples, prompts and token weights.
+
+    If sequences are left out, of all and of those that are kept.
+    """
     sequences_W = of_ranks["sequences"]
     gathered_columns = exchange.ragged([*columns.values()], sequences_W)
     table = dict(zip(columns, gathered_columns, strict=True))
     first = int(sequences_W[: exchange.rank].sum())
-    own_A = slice(first, first + len(n_S))
     groups = {kind: IdGroups.of(table[kind]) for kind in ID_KINDS if kind in table}
-    of_ids = _count_ids(groups, table["tokens"], own_A)
     check_ids(table, groups, sequences_W, sequences.samples_per_prompt)
-    omega_A = table[_OMEGA].view(np.float64) if _OMEGA in table else None
+    totals = _of_table(table, groups, sequences, first, of_ranks)
+    if _LEFT_OUT not in table:
+        return totals
+    is_kept_A = table[_LEFT_OUT] == 0
+    table = {name: one_A[is_kept_A] for name, one_A in table.items()}
+    groups = {kind: IdGroups.of(table[kind]) for kind in groups}
+    first = int(np.count_nonzero(is_kept_A[:first]))
+    kept = _of_table(table, groups, sequences.kept, first, of_ranks, "kept_")
+    numbers = _in_numbers(kept, of_ranks, int(np.count_nonzero(~is_kept_A)))
+    return replace(totals, kept=replace(kept, counted=numbers))
+
+
+def _of_table(
+    table: Mapping[str, Ints],
+    groups: Mapping[Kind, IdGroups],
+    sequences: CheckedSequences,
+    first: int,
+    of_ranks: Mapping[str, Ints],
+    kept: str = "",
+) -> StepTotals:
+    """Count a table of all ranks' sequences, of which this rank's begin at ``first``."""
+    n_S, v_S, tokens_A = sequences.active_tokens, sequences.token_weight_sums, table["tokens"]
+    own_A, size = slice(first, first + len(n_S)), len(of_ranks["sequences"])
     step_table = StepTable(
-        counted_A=table["tokens"], groups=groups, sequence_weight_A=omega_A, own=own_A
+        counted_A=tokens_A,
+        groups=groups,
+        sequence_weight_A=table[_OMEGA].view(np.float64) if _OMEGA in table else None,
+        columns={name: table[_OWN + name].view(np.float64) for name in sequences.columns},
+        own=own_A,
     )
     weighted = None
     if v_S is not None:
@@ -307,14 +273,28 @@ def _count_columns(
         }
         weighted = WeightTotals(
             active_tokens=math.fsum(v_A),
-            microbatch_means=_microbatch_means(of_ranks, "weighted_microbatches"),
-            data_parallel_size=exchange.size,
+            microbatch_means=_microbatch_means(of_ranks, f"{kept}weighted_microbatches"),
+            data_parallel_size=size,
             microbatch_tokens=_count_microbatches(sequences, v_S)[0],
             table=replace(step_table, counted_A=v_A),
             **each | _count_ids(groups, v_A, own_A),
         )
-    longest = int(of_ids["sample_lengths"].max(initial=0))
-    return replace(counted, longest_sample=longest, weighted=weighted, table=step_table, **of_ids)
+    found: dict[str, Any] = {
+        "samples": len(tokens_A),
+        "active_samples": int(np.count_nonzero(tokens_A)),
+        "sample_tokens": n_S,
+    }
+    found |= _count_ids(groups, tokens_A, own_A)
+    return StepTotals(
+        active_tokens=int(tokens_A.sum()),
+        microbatch_means=_microbatch_means(of_ranks, f"{kept}active_microbatches"),
+        data_parallel_size=size,
+        longest_sample=int(found["sample_lengths"].max(initial=0)),
+        microbatch_tokens=_count_microbatches(sequences, n_S)[0],
+        weighted=weighted,
+        table=step_table,
+        **found,
+    )
 
 
 _WEIGHTS, _OMEGA = GATHERED_FLOATS
@@ -349,11 +329,15 @@ def _raise_together(
     exchange: Exchange | OneProcess,
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    others = ("tokens", *GATHERED_FLOATS)
-    ids = [f"{n} (strings)" if n in sequences.string_ids else n for n in given if n not in others]
+    others = ("tokens", _LEFT_OUT, *GATHERED_FLOATS)
+    of_ids = [name for name in given if name not in others and not name.startswith(_OWN)]
+    ids = [f"{name} (strings)" if name in sequences.string_ids else name for name in of_ids]
     parts = [str(which), *settings, f"{', '.join(ids) or 'no'} ids"]
-    parts += [name if name in given else f"no {name}" for name in GATHERED_FLOATS]
-    parts.append(f"samples_per_prompt {sequences.samples_per_prompt}")
+    parts += [n if n in given else f"no {n}" for n in (*GATHERED_FLOATS, _LEFT_OUT)]
+    parts.append(
+        f"the columns {', '.join(sequences.columns)}" if sequences.columns else "no columns"
+    )
+    parts += [f"{name} {getattr(sequences, name)}" for name in _SAME_NUMBERS]
     texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
     for rank, text in enumerate(texts):
         if text.startswith("!"):
@@ -370,3 +354,6 @@ def _raise_together(
 
 
 _BETWEEN = "\n"
+_LEFT_OUT, _OWN = "left_out", "column "
+_SAME_NUMBERS = ("samples_per_prompt", "sample_count")
+"""What is passed once for the whole step, and must be the same on every rank."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals, WeightTotals
 from megatron_lossagg.reduction.sequences import Floats
 from megatron_lossagg.reduction.step_table import StepTable
+from megatron_lossagg.reduction.totals import StepTotals, WeightTotals
 
 __all__ = ["ModeCounts"]
 
@@ -72,6 +72,11 @@ class ModeCounts:
         every = ModeCounts(self._aggregation, self.totals, self.num_microbatches)
         every._all = self.table
         return every
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of the step; needs those of all ranks."""
+        return int(self.table.num_rows(count_empty=bool(self._aggregation.count_empty)))
 
     @property
     def length_power(self) -> Floats:

@@ -5,7 +5,7 @@ Imports no torch, and NumPy when it is called. Shape suffix: A = sequences of al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ class StepCounts:
     The names are those of the math page. N, B and P are numbers; the others are float64
     ``[A]``, one entry per sequence of the step, in the same order on every rank. With
     ``count_empty=False`` only samples, prompts and sequences with active tokens are counted; with
-    ``count="weights"`` tokens are token weights. Ids that were not passed raise
+    ``count="weights"`` tokens are token weights. Ids and columns that were not passed raise
     :class:`PlanError`.
 
     Examples:
@@ -84,6 +84,16 @@ class StepCounts:
         return self._of("rows")
 
     @property
+    def R(self) -> float:
+        """Rows: sequences of the step."""
+        return float(self._counts.num_rows)
+
+    @property
+    def columns(self) -> Mapping[str, _Array]:
+        """The caller's own numbers by name, ``Sequences(columns=...)``; whole, empty ones too."""
+        return _Columns(self._counts.table.columns)
+
+    @property
     def k_p(self) -> _Array:
         """Samples of its prompt."""
         return self._of("prompt_samples")
@@ -96,6 +106,17 @@ class StepCounts:
     def _of(self, name: str) -> _Array:
         found: _Array = getattr(self._counts, name)
         return found
+
+
+class _Columns(dict[str, Any]):
+    """The columns that were passed; another name is an error of the step."""
+
+    def __missing__(self, name: str) -> Any:
+        raise PlanError(
+            f"the weights function reads the column {name!r}, and the step has "
+            f"{', '.join(map(repr, self)) or 'none'}: pass Sequences(columns={{{name!r}: ...}}), "
+            "one number per sequence"
+        )
 
 
 @dataclass(frozen=True)

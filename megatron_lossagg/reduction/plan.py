@@ -25,7 +25,7 @@ from megatron_lossagg.reduction.checks.totals import (
     is_counted_all_the_same,
     note_step_with_totals,
 )
-from megatron_lossagg.reduction.counts import StepTotals, WhichStep, count_step, known_step
+from megatron_lossagg.reduction.counts import count_step, known_step
 from megatron_lossagg.reduction.custom import load_reducer_factory
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import IntsLike
@@ -37,6 +37,7 @@ from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import CheckedSequences, Sequences
 from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
+from megatron_lossagg.reduction.totals import StepTotals, WhichStep
 from megatron_lossagg.reduction.weights import check_agreement
 
 __all__ = ["StepPlan", "plan_step"]
@@ -140,7 +141,7 @@ def plan_step(
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    Without totals: one all-gather of 13 integers per rank. A second one, of one to six numbers
+    Without totals: one all-gather of 17 integers per rank. A second one, of one number and more
     per sequence, if ids or weights are passed or the mode (or a shadow) needs every sequence; with
     a weights function one of three numbers. Each is one host sync. A third one only brings an
     error's message to every rank. A sample with more active tokens than the divisor of
@@ -265,7 +266,7 @@ def _check_arguments(aggregation: Aggregation, options: Options) -> None:
 
 
 def _empty_step(options: Options) -> None:
-    message = "the plan has no active tokens: its loss and gradient are zero"
+    message = "the plan counts no active tokens: its loss and gradient are zero"
     if options.empty_step == "error":
         raise PlanError(
             f"{message}; --loss-aggregation-empty-step error (Options.empty_step) was set: "

@@ -6,8 +6,9 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -80,10 +81,18 @@ class Sequences:
         sequence_weight: omega_s, 0 or from 2^-53 to 2^53: it multiplies w_s. Nothing is
             renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
             multiplies by it itself (``context.plan.sequences``).
+        left_out: Which sequences leave every count, and weigh 0: bools, such as of groups without
+            a signal. An :class:`Aggregation` with ``count_left_out`` counts and trains them.
         group: Id of the group c of the sequence's sample, such as prompt and sign of the
             advantage, global likewise; needed by ``balanced``.
+        columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,
+            finite; a weights function reads them, of all ranks' sequences.
         samples_per_prompt: How many samples each prompt has over the step; a check that ids are
             global, if passed.
+        sample_count: How many samples the whole step has, over all ranks, if the caller knows it;
+            compared with what is counted.
+        num_padding: How many padding sequences this rank has left out, for the line of the first
+            step and the record; nothing else depends on it.
 
     Examples:
         Two turns of one rollout are two sequences of one sample:
@@ -100,8 +109,12 @@ class Sequences:
     num_microbatches: int | None = None
     token_weight_sums: FloatsLike | None = None
     sequence_weight: FloatsLike | None = None
+    left_out: IntsLike | Sequence[bool] | None = None
     group: Ids | None = None
+    columns: Mapping[str, FloatsLike] | None = None
     samples_per_prompt: int | None = None
+    sample_count: int | None = None
+    num_padding: int | None = None
 
     def checked(self) -> CheckedSequences:
         """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
@@ -111,7 +124,7 @@ class Sequences:
         n_S = _integers("active_tokens", counts)
         check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
         ids: dict[Kind, Ids | None] = {kind: getattr(self, kind) for kind in ID_KINDS}
-        id_S = {
+        id_S: dict[str, Any] = {
             kind: None if given is None else _ids(kind, given, len(n_S))
             for kind, given in ids.items()
         }
@@ -128,9 +141,12 @@ class Sequences:
                     "run from 0 to num_microbatches - 1"
                 )
             m = least if m is None else m
+        lowest: dict[str, int] = {"samples_per_prompt": 1, "sample_count": 0, "num_padding": 0}
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in lowest}
+        for name, number in numbers.items():
+            if number is not None and not is_integer(number, lowest=lowest[name]):
+                raise PlanError(f"got {name} {number!r}, expected an integer from {lowest[name]}")
         number = self.samples_per_prompt
-        if number is not None and not is_integer(number, lowest=1):
-            raise PlanError(f"got samples_per_prompt {number!r}, expected an integer from 1")
         if number is not None and self.prompt is None:
             raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
         sums, weight = self.token_weight_sums, self.sequence_weight
@@ -141,7 +157,9 @@ class Sequences:
             num_microbatches=m,
             token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
             sequence_weight=None if weight is None else _sequence_weights(weight, len(n_S)),
-            samples_per_prompt=number,
+            left_out=None if self.left_out is None else _bools("left_out", self.left_out, len(n_S)),
+            columns=_columns(self.columns, len(n_S)),
+            **numbers,
             string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
         )
 
@@ -158,12 +176,34 @@ class CheckedSequences:
     num_microbatches: int | None
     token_weight_sums: Floats | None
     sequence_weight: Floats | None
+    left_out: npt.NDArray[np.bool_] | None
+    columns: Mapping[str, Floats]
+    """Sorted by name; empty if none were passed."""
     samples_per_prompt: int | None
+    sample_count: int | None
+    num_padding: int | None
     string_ids: tuple[Kind, ...]
     """Which ids were strings; hashes stand for them."""
 
+    @property
+    def own(self) -> str:
+        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        columns = [f"{name} {one.tobytes().hex()}" for name, one in self.columns.items()]
+        columns += [] if self.left_out is None else [self.left_out.tobytes().hex()]
+        return str(hashed(" ".join(columns))) if columns else ""
+
+    @cached_property
+    def kept(self) -> CheckedSequences:
+        """Those that are not left out."""
+        if self.left_out is None:
+            return self
+        kept_S, given = ~self.left_out, vars(self).items()
+        kept: dict[str, Any] = {k: one[kept_S] for k, one in given if isinstance(one, np.ndarray)}
+        columns = {name: one[kept_S] for name, one in self.columns.items()}
+        return replace(self, **kept | {"columns": columns, "left_out": None})
+
     def __post_init__(self) -> None:
-        for value in vars(self).values():
+        for value in (*vars(self).values(), *self.columns.values()):
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False  # the weights follow from them
 
@@ -237,6 +277,32 @@ def _sequence_weights(values: FloatsLike, length: int) -> Floats:
             "and a sign belongs into the losses"
         )
     return weight_S
+
+
+def _bools(name: str, values: Any, length: int) -> npt.NDArray[np.bool_]:
+    given_S = _floats(name, values, length)
+    if not ((given_S == 0) | (given_S == 1)).all():
+        raise PlanError(f"Sequences.{name}: got {given_S.tolist()[:6]}, expected bools, or 0 and 1")
+    return given_S.astype(bool)
+
+
+def _columns(given: object, length: int) -> dict[str, Floats]:
+    """Copy each column to float64 ``[S]``, sorted by name; raises :class:`PlanError`."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise PlanError(
+            f"got columns {given!r}, expected numbers per sequence by name: pass a dict"
+        )
+    columns_S = {name: _floats(f"columns[{name!r}]", given[name], length) for name in sorted(given)}
+    for name, value_S in columns_S.items():
+        if not np.isfinite(value_S).all():
+            at = int(np.isfinite(value_S).argmin())
+            raise PlanError(
+                f"Sequences.columns[{name!r}]: got {value_S[at]} at index {at}, expected finite "
+                "numbers: mark what is not known by a number of your own, such as -1"
+            )
+    return columns_S
 
 
 def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:

@@ -29,8 +29,18 @@ class StepTable:
     """Which sequences have one id, for each kind of id that was passed."""
     sequence_weight_A: Floats | None
     """omega_s; None if none were passed."""
+    columns: Mapping[str, Floats]
+    """The caller's own numbers of each sequence, ``[A]`` by name, read-only."""
     own: slice
     """This rank's sequences."""
+
+    def __post_init__(self) -> None:
+        for value_A in self.columns.values():
+            value_A.flags.writeable = False  # every mode and shadow reads the same
+
+    def num_rows(self, *, count_empty: bool) -> int:
+        """Count the sequences; ``count_empty``: whether those with no active tokens count."""
+        return int(np.count_nonzero((self.counted_A > 0) | count_empty))
 
     def column(self, name: str, *, count_empty: bool) -> Any:
         """Compute a count of each sequence, an array ``[A]``; None if its ids were not passed.

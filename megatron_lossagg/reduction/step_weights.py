@@ -12,15 +12,17 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, IntsLike
 from megatron_lossagg.reduction.mode_counts import ModeCounts
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import CheckedSequences, Floats
+from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.reduction.weights import weight_sum, weights_of_all, weights_of_rank
 
 __all__ = ["StepWeights", "check_divisor", "warn_of_divisor"]
@@ -45,24 +47,47 @@ class StepWeights:
         """n_s, int64 ``[S]``."""
         return self.sequences.active_tokens
 
+    @property
+    def counted(self) -> Counted:
+        """What the step counted, in numbers over all ranks."""
+        return self.counted_totals.counted or Counted.of_known(self.totals)
+
+    @property
+    def counted_totals(self) -> StepTotals:
+        """The totals that the aggregation counts: without what is left out, if it does that."""
+        kept = None if self.aggregation.count_left_out else self.totals.kept
+        return kept or self.totals
+
+    @property
+    def is_left_out_S(self) -> npt.NDArray[np.bool_] | None:
+        """Which of this rank's sequences leave the counts; None if the aggregation counts all."""
+        return None if self.aggregation.count_left_out else self.sequences.left_out
+
+    @property
+    def counted_sequences(self) -> CheckedSequences:
+        """This rank's sequences without them."""
+        return self.sequences if self.is_left_out_S is None else self.sequences.kept
+
     @cached_property
     def counts(self) -> ModeCounts:
         """The step's counts as the aggregation counts them.
 
         Raises :class:`PlanError` if it counts weights and none were passed.
         """
-        return ModeCounts.of(self.aggregation, self.totals, self.sequences.num_microbatches or 1)
+        return ModeCounts.of(
+            self.aggregation, self.counted_totals, self.sequences.num_microbatches or 1
+        )
 
     @property
     def counted_S(self) -> Ints | Floats:
-        """What the aggregation counts of each sequence, ``[S]``: n_s, or its token weights' sum.
+        """What the aggregation counts of each counted sequence: n_s, or its token weights' sum.
 
         Raises :class:`PlanError` if it counts weights and none were passed.
         """
         if self.aggregation.count != "weights":
-            return self.active_tokens
+            return self.counted_sequences.active_tokens
         self.counts  # noqa: B018  raises
-        return cast(Floats, self.sequences.token_weight_sums)
+        return cast(Floats, self.counted_sequences.token_weight_sums)
 
     @cached_property
     def weight_S(self) -> Floats:
@@ -71,12 +96,18 @@ class StepWeights:
         Raises :class:`PlanError` as :attr:`StepPlan.weights` does.
         """
         weight_S = weights_of_rank(self) / self.num_calls
+        if self.is_left_out_S is not None:
+            counted_S, weight_S = weight_S, np.zeros(len(self.active_tokens))
+            weight_S[~self.is_left_out_S] = counted_S
         weight_S.flags.writeable = False
         return weight_S
 
     @cached_property
     def weight_A(self) -> Floats:
-        """w_s of every sequence of all ranks, ``[A]``, if gathered; not over :attr:`num_calls`."""
+        """w_s of every counted sequence of all ranks, ``[A]``, if gathered.
+
+        Not over :attr:`num_calls`.
+        """
         weight_A = weights_of_all(self)
         weight_A.flags.writeable = False
         return weight_A
@@ -109,7 +140,12 @@ class StepWeights:
         if isinstance(aggregation, str):
             own = self.aggregation
             counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
-            aggregation = Aggregation(aggregation, count=own.count, count_empty=counts_empty)
+            aggregation = Aggregation(
+                aggregation,
+                count=own.count,
+                count_empty=counts_empty,
+                count_left_out=own.count_left_out,
+            )
         if aggregation not in self._under:
             plan = replace(self, aggregation=aggregation)
             check_divisor(plan)
@@ -121,7 +157,7 @@ class StepWeights:
 def check_divisor(plan: StepWeights) -> None:
     """Warn once if ``constant`` divides by less than the longest sample."""
     if plan.aggregation.mode == "constant":
-        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.totals.longest_sample or 0])
+        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.counted_totals.longest_sample or 0])
 
 
 def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:

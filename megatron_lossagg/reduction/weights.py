@@ -31,7 +31,7 @@ _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 
 def weights_of_rank(plan: StepWeights) -> Floats:
     """Compute w_s of this rank's sequences, ``[S]``; see ``StepPlan.weights``."""
-    aggregation, omega_S = plan.aggregation, plan.sequences.sequence_weight
+    aggregation, omega_S = plan.aggregation, plan.counted_sequences.sequence_weight
     if aggregation.mode == CUSTOM:
         raise PlanError(
             f"{aggregation}: only the custom reducer knows its weights; for those of "

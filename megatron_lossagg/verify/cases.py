@@ -7,13 +7,16 @@ parameters of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from operator import mul
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM
-from megatron_lossagg.reduction.own_weights import StepCounts
+from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ __all__ = [
     "Case",
     "Expected",
     "as_reference",
+    "columns_of",
     "expected",
     "reference_options",
 ]
@@ -46,6 +50,8 @@ class Case:
     second: Aggregation | None = None
     weighs_sequences: bool = False
     """Whether each sequence has a weight, ``Sequences(sequence_weight=...)``."""
+    leaves_out: bool = False
+    """Whether sequences leave the counts, ``Sequences(left_out=...)``."""
 
     def __str__(self) -> str:
         """Mode, what differs from its default, and the second term."""
@@ -56,6 +62,8 @@ class Case:
             name += ", count_empty=False"
         if self.weighs_sequences:
             name += ", sequence_weight"
+        if self.leaves_out:
+            name += ", left_out"
         return name if self.second is None else f"{name} + {self.second.mode}"
 
     @property
@@ -143,6 +151,7 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
         return [
             {
                 **as_reference(sequence, key, aggregation, case.weighs_sequences),
+                "left_out": case.leaves_out and sequence.left_out,
                 "x": [term(y_Y[at], c) for at, c in enumerate(sequence.coefficient, start)],
             }
             for sequence, key, start in sequences
@@ -172,6 +181,30 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     )
 
 
+def columns_of(
+    sequences: Sequence[TrainingSequence], aggregation: Aggregation
+) -> dict[str, list[float]]:
+    """Draw the columns that a weights function reads: whole numbers from 1 to 4."""
+    own = aggregation.weights_function
+    names = [] if own is None else _columns_read(own)
+    return {name: [_drawn(name, one) for one in sequences] for name in names}
+
+
+def _drawn(name: str, sequence: TrainingSequence) -> float:
+    return 1.0 + crc32(f"{name} {sequence.sample} {len(sequence)}".encode()) % 4
+
+
+@cache
+def _columns_read(own: WeightsFunction) -> list[str]:
+    """Return the names of the columns that a function reads of one sequence's counts."""
+    from megatron_lossagg.verify.reference_loss import counts_of_one
+
+    counts = counts_of_one()
+    with suppress(Exception):  # the step itself raises it
+        own.function(counts)
+    return list(counts.columns)
+
+
 def as_reference(
     sequence: TrainingSequence,
     key: tuple[int, int],
@@ -187,6 +220,9 @@ def as_reference(
         "group": sequence.group,
         "microbatch": key,
     }
+    if aggregation.weights_function is not None:
+        names = _columns_read(aggregation.weights_function)
+        written["columns"] = {name: _drawn(name, sequence) for name in names}
     if weighs_sequences:
         written["sequence_weight"] = sequence.sequence_weight
     return written | ({"weight": sequence.weight} if aggregation.count == "weights" else {})
@@ -199,6 +235,7 @@ def reference_options(aggregation: Aggregation, microbatches: Sequence[int]) -> 
         "divisor": aggregation.divisor,
         "exponent": aggregation.exponent,
         "count_empty": aggregation.count_empty,
+        "count_left_out": aggregation.count_left_out,
         "microbatches": list(microbatches),
         "weights": None if own is None else own.function,
     }

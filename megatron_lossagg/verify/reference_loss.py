@@ -7,7 +7,9 @@ A step is a list of sequences; a sequence is a dict with
     trained     list of 0/1, the loss mask after rejection
     weight      list of token weights, which multiply losses and counts; without it, all are 1
     sequence_weight   what multiplies the sequence's losses, and no count; without it 1
+    left_out    whether it leaves every count and the loss; without it, it does not
     sample, prompt, group    ids
+    columns     the caller's own numbers by name, for a weights function; without it none
     microbatch  (data-parallel rank, index on that rank)
 """
 
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StepSequence", "step_loss", "weight_sum"]
+__all__ = ["StepSequence", "counts_of_one", "step_loss", "weight_sum"]
 
 StepSequence = dict[str, Any]
 
@@ -36,11 +38,14 @@ def step_loss(
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
     weights: Callable[[Any], Any] | None = None,
+    count_left_out: bool = False,
 ) -> Tensor:
     """Compute the step's loss under a mode; ``microbatches``: M of each data-parallel rank.
 
     ``weights``: the user's function, for ``own_weights``.
     """
+    if not count_left_out:
+        sequences = [one for one in sequences if not one.get("left_out")]
     if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
         return _over(_sum(sequences), _tokens(sequences))
     if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3
@@ -104,6 +109,19 @@ def weight_sum(mode: str, sequences: Sequence[StepSequence], **options: Any) -> 
     return float(step_loss(mode, ones, **options))
 
 
+class _AnyColumn(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        self[name] = np.ones(1)
+        return self[name]
+
+
+def counts_of_one() -> Any:
+    """Count one sequence for a weights function; it has each column that is read."""
+    counts = _counts([{"counted": [1, 1], "sample": 0, "prompt": 0, "group": 0}], True)
+    counts.columns = _AnyColumn()
+    return counts
+
+
 def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNamespace:
     """Count what a weights function is given, for each sequence by loops over all."""
 
@@ -125,7 +143,10 @@ def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNames
         found = [one for one in sequences if key in one]
         return float(len(_kept(_groups(found, key), count_empty)))
 
+    names = {name for one in sequences for name in one.get("columns", ())}
     return SimpleNamespace(
+        columns={name: np.array([one["columns"][name] for one in sequences]) for name in names},
+        R=float(len(_kept([[one] for one in sequences], count_empty))),
         N=_tokens(sequences),
         B=all_of("sample"),
         P=all_of("prompt"),

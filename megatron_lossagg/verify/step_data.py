@@ -37,6 +37,7 @@ _MASKED_PROMPT = (5, 8)  # a prompt with no active tokens
 _NOTHING_TRAINED = (11,)  # counted, but nothing is left to train
 _WEIGHS_NOTHING = (7,)  # counted and trained, but every token weight is 0
 _POSITIVE = (0, 1, 4, 5, 9, 11)  # samples of a positive advantage: their prompt's first group
+_LEFT_OUT = (3, 5, 9, 10, 13)  # a row of a sample, an empty one, and a whole prompt
 _ONE_WEIGHT = (0, 2, 9)  # a weight of the whole sequence, as of its data set
 
 
@@ -58,6 +59,8 @@ class TrainingSequence:
     """Of prompt and sign of the advantage."""
     sequence_weight: float
     """Of the whole sequence, for the cases that weigh sequences."""
+    left_out: bool
+    """Whether it leaves the counts, for the cases that leave sequences out."""
     weight: list[float]
     """v_t of each token, for the cases that count weights; 0 outside of the loss mask."""
 
@@ -92,6 +95,7 @@ def _sequence(rng: random.Random, index: int, copy: int) -> TrainingSequence:
         prompt=prompt,
         group=2 * prompt + (_SAMPLE[index] in _POSITIVE),
         sequence_weight=(0.5, 3.0, 0.0, 1.0)[index % 4],
+        left_out=index in _LEFT_OUT,
         weight=[v * m for v, m in zip(_weights(index, copy, length), counted, strict=True)],
     )
 
@@ -119,6 +123,7 @@ def padding_sequence(length: int) -> TrainingSequence:
         prompt=0,
         group=0,
         sequence_weight=1.0,
+        left_out=False,
         weight=[0.0] * length,
     )
 

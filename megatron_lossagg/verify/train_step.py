@@ -31,7 +31,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.segments import PADDING
-from megatron_lossagg.verify.cases import BETA, CASES, Case
+from megatron_lossagg.verify.cases import BETA, CASES, Case, columns_of
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, relative
@@ -331,8 +331,12 @@ def _counts(sequences: Sequence[TrainingSequence], case: Case) -> dict[str, Any]
         "prompt": [one.prompt for one in sequences],
         "group": [one.group for one in sequences],
     }
+    if columns := columns_of(sequences, case.aggregation):
+        counts["columns"] = columns
     if case.aggregation.count == "weights":
         counts["token_weight_sums"] = [math.fsum(one.weight) for one in sequences]
+    if case.leaves_out:
+        counts["left_out"] = [one.left_out for one in sequences]
     if case.weighs_sequences:
         counts["sequence_weight"] = [one.sequence_weight for one in sequences]
     return counts

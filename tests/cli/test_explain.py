@@ -338,6 +338,7 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["token_mean", "--lengths", "3,-1"], "got '-1', expected a sample's active tokens"),
         (["token_mean", "--lengths", "3,,4"], "got '', expected a sample's active tokens"),
         (["token_mean", "--lengths", "0,0/0"], "got 3 fully masked samples and no active token"),
+        (["token_mean", "--lengths", "4x/0"], "got 2 fully masked or left out samples"),
         (["token_mean", "--dp", "0"], "--dp: got 0, expected an integer from 1"),
         (["token_mean", "--microbatches", "0"], "--microbatches: got 0, expected an integer"),
         (["token_mean", "--dp", "9" * 30], "expected an integer from 1 to 2147483647"),
@@ -367,3 +368,16 @@ def test_a_reader_that_ends_early_ends_the_command_without_an_error():
     # What is printed while the arguments are still read.
     done = forked_command.lossagg("explain", "--list", output="without a reader")
     assert done == (-signal.SIGPIPE, "", "")
+
+
+@pytest.mark.parametrize("mode", [name for name in NAMES if name != "microbatch_token_mean"])
+def test_a_sample_with_an_x_is_left_out_of_every_count(mode):
+    found, wanted = explained(mode, "4,1/5x,3-x/2,0,7x"), explained(mode, "4,1/2,0")
+    weights = [one["w_s"] for one in found.sequences]
+    assert [weights[number] for number in (0, 1, 4, 5)] == [s["w_s"] for s in wanted.sequences]
+    assert [weights[number] for number in (2, 3, 6)] == [0, 0, 0]
+    assert found.counts == wanted.counts
+    losses = [(c.mode, c.loss) for c in found.comparisons if c.mode != "microbatch_token_mean"]
+    for mode_compared, loss in losses:
+        (of_wanted,) = (c.loss for c in wanted.comparisons if c.mode == mode_compared)
+        assert loss == pytest.approx(of_wanted, rel=1e-14)

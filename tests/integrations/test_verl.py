@@ -50,6 +50,8 @@ def test_importing_the_integrations_imports_no_framework():
         ("lossagg_prompt_mean_no_count_empty", "prompt_mean", False, "vanilla"),
         ("lossagg_sample_mean_no_count_empty+gspo", "sample_mean", False, "gspo"),
         ("lossagg_token_mean+dppo_tv", "token_mean", True, "dppo_tv"),
+        ("lossagg_token_mean_no_count_zero", "token_mean", True, "vanilla"),
+        ("lossagg_row_mean_no_count_empty_no_count_zero+gspo", "row_mean", False, "gspo"),
     ],
 )
 def test_a_loss_mode_names_mode_empty_samples_and_verls_own_loss(name, mode, count_empty, loss):

@@ -31,20 +31,20 @@ def test_a_loop_that_pads_by_itself_says_it_by_a_column(caplog):
     assert not caplog.records
 
 
-def test_a_column_of_another_name_tells_samples_if_it_is_named(monkeypatch, caplog):
+def test_a_column_of_another_name_tells_samples_if_it_is_named(monkeypatch, capsys):
     """As agent-lightning's ``rollout_ids``: one rollout has several sequences."""
     monkeypatch.setattr(faults, "_warned", set())
     rollouts = {"rollout_ids": ["r1", "r1", "r1", "r2"]}
     assert planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)[0].totals.samples == 4
     monkeypatch.setattr(faults, "_warned", set())
     monkeypatch.setenv(_verl_batch.SAMPLE_COLUMN, "rollout_ids")
-    with caplog.at_level("INFO"):
-        plan, _ = planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)
+    capsys.readouterr()
+    plan, _ = planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)
     assert plan.totals.samples == 2
     assert plan.weights.tolist() == [1 / 60] * 4
-    (record,) = caplog.records
-    assert "60 tokens, 2 samples" in record.getMessage()
-    assert "a sample is (uid, rollout_ids)" in record.getMessage()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "60 active tokens, 4 sequences, 2 samples, 0 of padding" in line
+    assert line.endswith("a sample is (uid, rollout_ids)")
 
 
 def test_a_named_column_that_the_batch_lacks_is_refused(monkeypatch):
@@ -152,6 +152,25 @@ def test_the_loss_weight_of_a_sequence_multiplies_its_weight(mode, as_column):
     factors = torch.tensor([0.5, 3.0, 2.0], dtype=torch.float64)
     assert torch.equal(plan.weights, without.weights * factors)  # nothing is renormalized
     assert plan.totals.samples == 3
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_mean", "sample_mean", "prompt_mean", "constant", "sample_sum", "row_mean"]
+)
+def test_a_loss_weight_of_0_leaves_the_counts_if_the_loss_mode_says_so(mode):
+    """The first three rows and the padding; the second prompt's row has a token."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+    uids = ["p", "q", "p", "pad" + "0" * 32]
+    plan, _ = planned(f"lossagg_{mode}_no_count_zero", mask, uids, loss_weight=[2.0, 0.0, 1.0, 0])
+    kept, _ = planned(f"lossagg_{mode}", mask[[0, 2]], ["p", "p"], loss_weight=[2.0, 1.0])
+    assert plan.weights.tolist() == [kept.weights[0], 0, kept.weights[1]]
+    stays, _ = planned(f"lossagg_{mode}", mask, uids, loss_weight=[2.0, 0.0, 1.0, 0])
+    assert stays.weights.tolist() != plan.weights.tolist()
+
+
+def test_a_loss_mode_that_leaves_zeros_out_needs_the_column():
+    with pytest.raises(PlanError, match="_no_count_zero and a batch without loss_weight"):
+        planned("lossagg_token_mean_no_count_zero")
 
 
 @pytest.mark.parametrize(

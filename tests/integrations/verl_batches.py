@@ -11,4 +11,5 @@ UIDS = ["a", "b", "a", f"pad{'0' * 32}"]
 def planned(name, mask=MASK, uids=UIDS, sessions=None, **more):
     columns = {"loss_mask": mask, "uid": uids, "session_id": sessions, **more}
     data = {column: values for column, values in columns.items() if values is not None}
-    return _verl_batch.plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
+    read = verl.LossMode.named(name)
+    return _verl_batch.plan_batch(read.aggregation(4), data, None, counts_zero=read.count_zero)

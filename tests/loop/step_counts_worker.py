@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import io
 
 import pytest
 import tiny_gpt
@@ -23,6 +24,7 @@ from megatron_lossagg import (
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
 
 
@@ -230,6 +232,34 @@ def check_a_plan_without_a_step_goes_with_plans_of_steps():
             aggregator.step([3, 2], num_microbatches=1, iteration=3).end()
 
 
+def check_one_rank_says_what_the_first_training_step_counted():
+    """The first of the last stage, once per run, and not of an evaluation."""
+    for sizes in (
+        {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    ):
+        with an_aggregator(**sizes) as aggregator:
+            faults._warned.clear()
+            counts = {"active_tokens": [3, 0], "num_padding": 1}
+            lines = []
+            for forward_only in (True, False, False):
+                with contextlib.redirect_stderr(io.StringIO()) as printed:
+                    message_by_rank(aggregator, counts, forward_only=forward_only)
+                gathered = [None] * dist.get_world_size()
+                dist.all_gather_object(gathered, printed.getvalue())
+                lines += ["".join(gathered)]
+            size = aggregator.groups.dp_size
+            assert lines == [
+                "",
+                f"lossagg: token_mean: w_s = 1/N; its first step counted {3 * size} active tokens, "
+                f"{2 * size} sequences ({size} empty), {2 * size} samples ({size} empty), "
+                f"each sequence one, {size} of padding\n",
+                "",
+            ], lines
+
+
 def check_a_context_parallel_rank_that_alone_evaluates_or_fails_is_named_on_all():
     """Data-parallel ranks count without it, and the others would wait for it in the model."""
     with an_aggregator(context_parallel_size=2) as aggregator:
@@ -241,6 +271,17 @@ def check_a_context_parallel_rank_that_alone_evaluates_or_fails_is_named_on_all(
         assert all("active_tokens" in message for message in messages), messages
         assert sum("context-parallel rank 1: " in message for message in messages) == 2, messages
         assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
+
+
+def check_columns_that_differ_between_context_or_tensor_parallel_ranks_are_an_error_on_all():
+    for sizes in ({"context_parallel_size": 2}, {"tensor_model_parallel_size": 2}):
+        with an_aggregator(**sizes) as aggregator:
+            is_second = bool(aggregator.cp_rank or dist.get_rank(aggregator.tp_group))
+            for turns, is_right in (([1, 4], True), ([1, 4 + is_second], False)):
+                counts = {"active_tokens": [3, 2], "columns": {"turns": torch.tensor(turns)}}
+                (message,) = set(message_by_rank(aggregator, counts))
+                assert is_right == (message is None), message
+            assert "parallel ranks 0 and 1 pass different co" in message, message
 
 
 def check_a_tensor_parallel_rank_or_a_stage_that_alone_evaluates_is_named_on_all():

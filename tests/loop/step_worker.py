@@ -198,7 +198,7 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
             warnings.simplefilter("always")
             step = its.step(active_tokens=[0], num_microbatches=1)
         assert [str(w.message) for w in caught] == [
-            "the plan has no active tokens: its loss and gradient are zero"
+            "the plan counts no active tokens: its loss and gradient are zero"
         ]
         packed, positions = tiny_gpt.packed_at([0, 2]), torch.arange(2)[None]
 

@@ -87,6 +87,18 @@ def test_a_line_says_what_was_trained_and_how(record, layout):
     assert first.weight_sum == pytest.approx(alone.weight_sum, rel=1e-14)
     assert first.weight_sum < first.weight_expected  # the batch rejects tokens
     assert (first.samples, first.prompts) == (12, 4)
+    assert first.counted == alone.counted
+    assert first.counted == {
+        "active_tokens": first.active_tokens,
+        "sequences": 14,
+        "empty_sequences": 4,
+        "samples": 12,
+        "empty_samples": 4,
+        "prompts": 4,
+        "empty_prompts": 1,
+        "groups": 8,
+        "empty_groups": 2,  # those of the masked prompt
+    }
 
 
 def test_what_the_denominators_count_is_part_of_the_loss(diff, record):

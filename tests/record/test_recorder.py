@@ -33,6 +33,13 @@ def test_numbers_of_numpy_are_written_as_numbers():
     assert step.line() == a_step(3).line()
 
 
+def test_a_record_of_an_older_version_that_lacks_counts_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(a_step(1).line().replace(', "counted": {}', ""))
+    assert "counted" not in path.read_text()
+    assert read_record(path) == {1: a_step(1)}
+
+
 def test_a_line_that_was_cut_off_is_removed_before_the_file_is_continued(tmp_path):
     path = tmp_path / "a.jsonl"
     for kept in (1, 5, 40):

@@ -13,8 +13,8 @@ from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.totals import StepTotals
 
 
 def fails_on_one_rank(counts):
@@ -68,6 +68,18 @@ REFUSED = {
     "weights of sequences on one rank": (
         "rank 0 has sequence_weight, rank 1 has no sequence_weight",
         lambda rank: of(active_tokens=[3, 1], sequence_weight=None if rank else [1, 2]),
+    ),
+    "a column on one rank": (
+        "rank 0 has the columns turns, rank 1 has no columns",
+        lambda rank: of(active_tokens=[3, 1], columns=None if rank else {"turns": [1, 2]}),
+    ),
+    "sequences left out on one rank": (
+        "rank 0 has left_out, rank 1 has no left_out",
+        lambda rank: of(active_tokens=[3, 1], left_out=None if rank else [True, False]),
+    ),
+    "what is no bool on one rank": (
+        r"rank 1 of .*left_out: got \[1.0, 2.0\], expected bools, or 0 and 1",
+        lambda rank: of(active_tokens=[3, 1], left_out=[1, 1 + (rank == 1)]),
     ),
     "a negative weight of a sequence": (
         r"rank 1 of .*sequence_weight: got -2\.0 at index 1, expected 0 or numbers",
@@ -124,6 +136,20 @@ REFUSED = {
         lambda rank: of(
             active_tokens=[3] * 6, prompt=[rank] * 6, samples_per_prompt=2 + (rank == 1)
         ),
+    ),
+    "ids that restart on each rank, if the number of samples is known": (
+        r"got sample_count \d, the step's ids have 2 samples; .* on each rank merge several",
+        lambda rank: of(
+            active_tokens=[3, 1], sample=[0, 1], sample_count=2 * dist.get_world_size()
+        ),
+    ),
+    "different numbers of samples": (
+        "rank 0 has sample_count 4, rank 1 has sample_count 3",
+        lambda rank: of(active_tokens=[3], sample_count=4 - (rank == 1)),
+    ),
+    "a number of samples on one rank": (
+        "rank 0 has sample_count None, rank 1 has sample_count 2",
+        lambda rank: of(active_tokens=[3], sample_count=2 if rank == 1 else None),
     ),
     "a sample under two prompts": (
         "sample 5 has sequences under",

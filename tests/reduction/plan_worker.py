@@ -15,8 +15,8 @@ from step_data import assign, make_sequences
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
 
@@ -126,6 +126,19 @@ def check_token_weights_give_the_same_bits_over_ranks_and_on_one():
     dist.destroy_process_group(alone)
 
 
+def check_columns_are_of_all_ranks_in_the_order_of_sequences():
+    sequences, _, indices, own = assigned(3)
+    turns = [1 + i % 3 for i in range(len(sequences))]
+    columns = {"turns": [turns[i] for i in indices]}
+    plan = plan_step(
+        Aggregation(weights=lambda counts: counts.columns["turns"] / counts.columns["turns"].sum()),
+        replace(own, columns=columns),
+        group=dist.group.WORLD,
+    )
+    wanted = [turns[i] / sum(turns) if any(sequences[i]["counted"]) else 0 for i in indices]
+    assert plan.weights.tolist() == wanted
+
+
 def check_a_step_makes_two_collectives_with_ids_and_one_without():
     _, _, _, sequences = assigned(3)
     with counted() as seen:
@@ -161,6 +174,28 @@ def check_equal_ids_on_two_ranks_are_one_prompt():
     tokens = sum(range(1, dist.get_world_size() + 1))
     assert plan.totals.prompts == 1
     assert plan.weights.tolist() == [1 / tokens]
+
+
+def check_what_was_counted_is_of_all_ranks():
+    size = dist.get_world_size()
+    plan = planned(
+        active_tokens=[3, 0],
+        sample=[0, 1 + dist.get_rank()],  # sample 0 has a sequence on each rank
+        prompt=[0, dist.get_rank()],
+        num_padding=dist.get_rank(),
+        sample_count=1 + size,
+    )
+    assert plan.counted.known == {
+        "active_tokens": 3 * size,
+        "sequences": 2 * size,
+        "empty_sequences": size,
+        "samples": 1 + size,
+        "empty_samples": size,
+        "prompts": size,
+        "empty_prompts": size - 1,
+        "padding": sum(range(size)),
+    }
+    assert planned(active_tokens=[3], num_padding=dist.get_rank() or None).counted.padding is None
 
 
 def check_a_rank_without_sequences_takes_part():

@@ -33,8 +33,8 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.totals import StepTotals
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +263,7 @@ def test_d2_a_masked_sample_does_not_change_the_others():
     run_and_compare("sample_mean", assigned([sequence(0, 0), *lengths(2, 5)]))
 
 
-@pytest.mark.filterwarnings("ignore:the plan has no active token")
+@pytest.mark.filterwarnings("ignore:the plan counts no active token")
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("mode", MODES)
 def test_d3_a_step_with_no_active_tokens_is_zero_in_every_mode(mode, loss_scaling):

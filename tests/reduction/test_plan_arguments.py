@@ -10,8 +10,8 @@ from reducing import weights_of
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
+from megatron_lossagg.reduction.totals import StepTotals
 
 BAD = {
     "negative counts": (

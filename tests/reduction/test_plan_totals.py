@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.totals import StepTotals
 
 
 def test_known_totals_may_be_those_of_an_empty_step():
@@ -53,7 +53,7 @@ def test_only_the_totals_that_the_mode_needs_are_required():
 
 # Totals that cannot be those of a step with these sequences: without a check the weight is
 # infinite, negative or quietly another loss's.
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the plan has no active tokens")
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the plan counts no active tokens")
 @pytest.mark.parametrize(
     ("mode", "n", "name", "value"),
     [

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from test_partial_losses import check_partial_losses
 
 from megatron_lossagg import Sequences, plan_step
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import ID_KINDS
+from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 
-pytestmark = pytest.mark.filterwarnings("ignore:the plan has no active token")
+pytestmark = pytest.mark.filterwarnings("ignore:the plan counts no active token")
 
 
 @st.composite

@@ -20,9 +20,9 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.loop.probe.probe_model import reduced_part
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.totals import StepTotals
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import fields
 
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import looks_again
+from megatron_lossagg.reduction.totals import StepTotals
 
 __all__ = ["check_totals", "is_counted_all_the_same", "note_step_with_totals"]
 

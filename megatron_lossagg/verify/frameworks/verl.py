@@ -57,6 +57,8 @@ def checks(_: Aggregation) -> list[Check]:
     of_verl = {of_alias.mode for of_alias in ALIASES.values()}
     for name in names:  # verl's default loss in every mode, its others in verl's modes
         read: Any = integration.LossMode.named(name)
+        if not read.count_zero:  # drawn sequences have no weights
+            continue
         if read.loss == "vanilla" or (read.mode in of_verl and read.count_empty):
             function = f"{_CORE}.{registry[read.loss].__name__}"
             listed.append(Check(name, function, partial(_policy_loss, read)))
