@@ -1,6 +1,7 @@
 """What ``launch/ci/draw.py`` draws for a commit, and what ``check.sh`` runs and writes of it."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_every_exhaustive_target_takes_its_parts_from_make():
         command = ["make", "--dry-run", target, "ONLY=this that"]
         printed = subprocess.check_output(command, cwd=ROOT, text=True)
         assert "this that" in printed
+
+
+def test_drawn_checks_of_ms_swift_run_in_a_process_without_stand_ins():
+    processes = runpy.run_path(str(ROOT / "tests" / "integrations" / "run.py"))["processes"]
+    drawn = draw.parts("test-frameworks")
+    first, second, third = [files for files, _, _ in processes(drawn)]
+    assert all("swift" in file for file in first)
+    assert sorted([*first, *second]) == drawn
+    assert third == ["tests/integrations/skyrl_checks.py"]
+    ((files, options, _),) = processes(["a/swift_checks.py::test_one"])
+    assert (files, options) == (["a/swift_checks.py::test_one"], [])
 
 
 def checked(folder, *targets, **environment):

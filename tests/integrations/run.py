@@ -9,6 +9,7 @@ Exit status 1 if a check fails.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,15 +47,23 @@ def main() -> int:
     ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *options]
     failed = False
-    swift = [file for file in files if name_of(file) in SWIFT_CHECKS]
-    if swift:
-        failed |= run([*command, *swift], [FOLDER])
-    command += ["-p", "stand_ins_first"]
-    if others := [file for file in files if file not in swift]:
-        failed |= run([*command, *others], [FOLDER])
-    if again := [file for file in files if name_of(file) == SKYRL_CHECKS]:
-        failed |= run([*command, *again], [SECOND, FOLDER])
+    for named, more, folders in processes(files):
+        failed |= run([*command, *more, *named], folders)
     return int(failed)
+
+
+def processes(files: list[str]) -> Iterator[tuple[list[str], list[str], list[Path]]]:
+    """Yield what runs in a process of its own: files, options of pytest, folders for its path."""
+    swift = [file for file in files if name_of(file) in SWIFT_CHECKS]
+    others = [file for file in files if file not in swift]
+    again = [file for file in files if name_of(file) == SKYRL_CHECKS]
+    stand_ins = ["-p", "stand_ins_first"]
+    if swift:
+        yield swift, [], [FOLDER]
+    if others:
+        yield others, stand_ins, [FOLDER]
+    if again:
+        yield again, stand_ins, [SECOND, FOLDER]
 
 
 def name_of(file: str) -> str:
