@@ -58,7 +58,7 @@ def weigh(request, launches, tmp_path_factory):
             (step,) = found["steps"]
             return SimpleNamespace(**step, sequences=found["sequences"], events=events)
 
-        weighed.plain, weighed.checkout = run, request.param
+        weighed.plain = run
         yield weighed
 
 
@@ -135,11 +135,9 @@ def test_stop_ends_the_run_after_the_weighed_steps(weigh):
     assert len(steps(found.events)) < 3
 
 
-def test_a_context_parallel_size_of_each_microbatch_is_refused_by_name(weigh, tmp_path):
+@pytest.mark.parametrize("weigh", CHECKOUTS[-1:], indirect=True)
+def test_dynamic_context_parallelism_is_refused_by_name(weigh, tmp_path):
+    more = ["--dynamic-context-parallel", *PER_TOKEN, *DEV_CP, "--max-seqlen-per-dp-cp-rank", "48"]
     before = ["--weigh", str(tmp_path / "weighed.json")]
-    is_dev = weigh.checkout.endswith("dev")
-    option, kind = ("dynamic", "varlen") if is_dev else ("hybrid", "sft")
-    more = [f"--{option}-context-parallel", *PER_TOKEN, "--max-seqlen-per-dp-cp-rank", "48"]
-    more += DEV_CP
-    out = weigh.plain(kind, *more, processes=2, before=before, fails=True)
-    assert f"{option}_context_parallel is True, which is not supported here" in out
+    out = weigh.plain("varlen", *more, processes=2, before=before, fails=True)
+    assert "dynamic_context_parallel is True, which is not supported here" in out
