@@ -58,7 +58,7 @@ def weigh(request, launches, tmp_path_factory):
             (step,) = found["steps"]
             return SimpleNamespace(**step, sequences=found["sequences"], events=events)
 
-        weighed.plain = run
+        weighed.plain, weighed.checkout = run, request.param
         yield weighed
 
 
@@ -90,6 +90,8 @@ def test_the_weights_of_a_stock_run_sum_to_1(weigh, case):
 
 @pytest.mark.parametrize("more", [MOE, MTP], ids=["MoE", "MTP"])
 def test_the_main_loss_of_a_model_with_other_losses_is_weighed(weigh, more):
+    if more is MTP and weigh.checkout == "Megatron-LM-main":
+        pytest.skip("main makes no MTP layer without Transformer Engine")
     found = weigh("mock", *more, *PER_TOKEN, processes=2)
     assert (found.trains, found.weight_sum) == ("token_mean", pytest.approx(1.0, rel=1e-5))
 
