@@ -26,17 +26,19 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The exhaustive targets run all, or the parts in ONLY: names of faults, releases, files, Pythons.
+# launch/ci/draw.py lists and draws them.
 wrong-factors: $(VENV)/installed
-	$(RUN) tests/wrong_factors/run.py
+	$(RUN) tests/wrong_factors/run.py $(ONLY)
 
 # `make test-versions WHOLE=1` for every aggregation and test; docs/compatibility.md.
 test-versions: $(VENV)/installed
-	$(RUN) tests/versions.py $(if $(WHOLE),--whole)
+	$(RUN) tests/versions.py $(if $(WHOLE),--whole) $(ONLY)
 
 # Released verl, TRL, SkyRL and ms-swift on the CPU, in an environment of its own; docs/integrations/.
 .PHONY: test-frameworks
 test-frameworks: $(VENV)/installed
-	$(RUN) tests/integrations/run.py
+	$(RUN) tests/integrations/run.py $(ONLY)
 
 # The newest main of Megatron-LM and of each framework; clones them, or CHECKOUTS=folder.
 .PHONY: test-newest
@@ -48,13 +50,13 @@ test-newest: $(VENV)/installed
 # `.ci/launch` installs them.
 .PHONY: test-launch
 test-launch: $(VENV)/installed
-	$(RUN) -m pytest tests/launch -rs
+	$(RUN) -m pytest $(or $(ONLY),tests/launch) -rs
 
-# README's commands as on a user's machine, with the system's Python and one other; MACHINE_PYTHONS
-# names them, PLAIN=1 takes the torch that plain pip does.
+# README's commands as on a user's machine, with each Python that is here, or those in ONLY. PLAIN=1
+# takes the torch that plain pip does.
 .PHONY: test-machine
 test-machine:
-	launch/ci/machine.sh $(MACHINE_PYTHONS)
+	launch/ci/machine.sh $(ONLY)
 
 # `make mutants MODULES="reduction/plan reduction/layout"` for some of them; tests/mutants/run.py.
 .PHONY: mutants

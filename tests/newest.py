@@ -2,10 +2,11 @@
 
 A framework renames what an integration uses; its users should not be the first to see it. For each
 checkout this looks up, without importing anything, every name that the package imports from the
-framework or names by its dotted path. Then ``lossagg verify --framework`` runs the framework's own
-functions, with the stand-ins and packages of ``make test-frameworks`` where they are installed, and
-for Megatron-LM ``lossagg verify`` at DP 2 x CP 2 on its Megatron-Core. What could not run here is
-named, and is no failure. Exit status 1 if a name is missing or a verification fails.
+framework or names by its dotted path. Then ``lossagg verify --framework``, if it has the framework,
+runs its own functions, with the stand-ins and packages of ``make test-frameworks`` where they are
+installed, and for Megatron-LM ``lossagg verify`` at DP 2 x CP 2 on its Megatron-Core. What could
+not run here is named, and is no failure. Exit status 1 if a name is missing or a verification
+fails.
 
 ``--checkouts FOLDER`` takes the checkouts that are there; else each is cloned into ``.newest``.
 """
@@ -27,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_lossagg.verify.frameworks import FRAMEWORKS  # noqa: E402
 
 PACKAGE = ROOT / "megatron_lossagg"
 INSTALLED = ROOT / ".venv-frameworks"
@@ -90,6 +94,9 @@ NEWEST = {
     "ms-swift": Newest(
         url="https://github.com/modelscope/ms-swift.git", folder="ms-swift", packages=("swift",)
     ),
+    "areal": Newest(
+        url="https://github.com/inclusionAI/AReaL.git", folder="AReaL", packages=("areal",)
+    ),
 }
 
 ELSEWHERE = {
@@ -121,7 +128,7 @@ def main() -> int:
         for path in missing:
             print(f"  MISSING {path}: {where(path)}")
         is_good = True
-        if not args.names_only:
+        if not args.names_only and name in FRAMEWORKS:
             megatron_lm = None
             if NEWEST[name].is_on_megatron_lm:
                 megatron_lm = args.megatron_lm or found(NEWEST["megatron-lm"], args.checkouts)

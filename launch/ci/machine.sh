@@ -3,14 +3,15 @@
 # README's commands on a machine of a user's: an empty home, an empty environment with the system's
 # PATH, and a clone of this commit in a path with a space. What is installed here is not seen.
 #
-#   launch/ci/machine.sh                      # the system's Python, and one other, by the commit's number
-#   launch/ci/machine.sh python3.13 /opt/py/bin/python3
+#   launch/ci/machine.sh                      # the system's Python, and each of VERSIONS that is here
+#   launch/ci/machine.sh --list               # names these
+#   launch/ci/machine.sh system 3.13 /opt/py/bin/python3
 #   PLAIN=1 launch/ci/machine.sh python3      # with the torch that plain pip takes: 5.5 GB
 #   MAKE_TEST=1 launch/ci/machine.sh python3  # then `make test` too, which takes long
 #
-# Which torch: the system's Python, or one that is named, takes a CPU build of the torch in
-# constraints.txt, from where pip's own settings say (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS: all PIP_*
-# pass), or else what plain pip takes. The one other takes what plain pip takes, or else the CPU build.
+# Which torch: the system's Python, or one that is named by its command, takes a CPU build of the
+# torch in constraints.txt, from where pip's own settings say (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS: all
+# PIP_* pass), or else what plain pip takes. A version takes what plain pip takes, or else the CPU build.
 # PLAIN=1: plain pip for all, PLAIN=0: for none. Plain pip needs 20 GB of free disk. If neither is
 # possible, the row says SKIPPED.
 #
@@ -30,18 +31,17 @@ python_of() {
         PATH=$PATH:$SYSTEM_PATH command -v "python$1"
 }
 
-other() {
-    local others=() version python
+# The names of what is here.
+list() {
+    local version
+    echo system
     for version in "${VERSIONS[@]}"; do
-        if python=$(python_of "$version"); then
-            others+=("$python")
+        if python_of "$version" >/dev/null; then
+            echo "$version"
         else
             echo "Python $version: none here" >&2
         fi
     done
-    if ((${#others[@]})); then
-        echo "${others[$(git rev-list --count HEAD) % ${#others[@]}]}"
-    fi
 }
 
 # As a user's shell: nothing of this environment but pip's settings.
@@ -118,18 +118,25 @@ tried() {
     RESULT+=" | $(grep -o '[0-9]* passed.* in .*' "$WORK/tests" | tr -d = | paste -s -d ';')"
 }
 
-PYTHONS=("$@")
-FIRST=(cpu)
-if ! (($#)); then
-    PYTHONS=("$(PATH=$SYSTEM_PATH command -v python3)" "$(other)")
-    FIRST=(cpu plain)
+if [[ ${1:-} == --list ]]; then
+    list
+    exit
 fi
+NAMES=("$@")
+(($#)) || mapfile -t NAMES < <(list)
 STATUS=0
 RAN=0
 ROWS=()
-for INDEX in "${!PYTHONS[@]}"; do
-    PYTHON=${PYTHONS[INDEX]}
-    [[ -n $PYTHON ]] || continue
+for NAME in "${NAMES[@]}"; do
+    FIRST=cpu
+    case $NAME in
+    system) PYTHON=$(PATH=$SYSTEM_PATH command -v python3) ;;
+    3.*)
+        FIRST=plain
+        PYTHON=$(python_of "$NAME")
+        ;;
+    *) PYTHON=$NAME ;;
+    esac
     echo "== $PYTHON"
     WORK=$(mktemp -d)
     CHECKOUT="$WORK/a checkout"
@@ -141,7 +148,7 @@ for INDEX in "${!PYTHONS[@]}"; do
     set +e
     (
         set -e
-        tried "$PYTHON" "${FIRST[INDEX]:-cpu}"
+        tried "$PYTHON" "$FIRST"
         echo "| $FOUND | $RESULT |" >"$WORK/row"
     )
     (($?)) && echo "| $FOUND | FAILED | |" >"$WORK/row" && STATUS=1

@@ -47,6 +47,8 @@ class Option:
     why: str
     change: str
     """What to change."""
+    moves_tokens: bool = False
+    """Whether it changes which rank holds a token."""
 
 
 OPTIONS = (
@@ -58,6 +60,7 @@ OPTIONS = (
         why="packed sequences take the layout that the model's config names",
         change="set cp_partition_mode to 'zigzag' or 'contiguous', or train at "
         "context_parallel_size=1",
+        moves_tokens=True,
     ),
     Option(
         names=("linear_cp_layout", "attention_cp_layout"),
@@ -67,6 +70,7 @@ OPTIONS = (
         why="the layers choose the split, and the weights are laid out for two chunks of each "
         "sequence",
         change="set both to 'zigzag', or train at context_parallel_size=1",
+        moves_tokens=True,
     ),
     Option(
         names=("hybrid_context_parallel",),
@@ -74,6 +78,7 @@ OPTIONS = (
         when="set",
         why="CP changes with every microbatch, so that sequences have no single layout",
         change="drop --hybrid-context-parallel",
+        moves_tokens=True,
     ),
     Option(
         names=("dynamic_context_parallel",),
@@ -82,6 +87,7 @@ OPTIONS = (
         why="each microbatch has CP groups of its own, so that sequences have no single layout: "
         "each rank counts its parts of them",
         change="drop --dynamic-context-parallel",
+        moves_tokens=True,
     ),
     Option(
         names=("sequence_packing_scheduler",),
@@ -163,19 +169,20 @@ def check_options(
     cp_size: int,
     num_chunks: int = 1,
     counts_parts: bool = False,
+    only_moves: bool = False,
 ) -> None:
     """Raise :class:`ContractError` for the first option of ``settings`` that is refused.
 
     ``holder``: what ``settings`` is. ``cp_size``: the training CP size. ``num_chunks``: model
     chunks of this rank. ``counts_parts``: whether each rank counts the parts of sequences that it
-    holds, as dynamic context parallelism needs. An option that ``settings`` lacks has its default.
-    No collective.
+    holds, as dynamic context parallelism needs. ``only_moves``: only the options that change which
+    rank holds a token. An option that ``settings`` lacks has its default. No collective.
     """
     setting = Setting(
         cp_size=cp_size, num_chunks=num_chunks, counts_parts=counts_parts, holder=settings
     )
     for option in OPTIONS:
-        if option.holder != holder:
+        if option.holder != holder or (only_moves and not option.moves_tokens):
             continue
         for name in option.names:
             value = getattr(settings, name, option.default)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lossagg.contract.finalize import FinalizeHook
 from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
@@ -62,17 +63,15 @@ class Run(Protocol):
 class MegatronRun:
     """A run of model chunks in Megatron's DistributedDataParallel.
 
-    Raises :class:`ContractError` for dynamic context parallelism.
+    Raises :class:`ContractError` for an option that changes which rank holds a token, such as
+    dynamic context parallelism.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.chunks = chunks
+        config = chunks[0].config
+        check_options("model config", config, cp_size=config.context_parallel_size, only_moves=True)
         self.groups = groups = LiveGroups.of(chunks)
-        if groups.is_dynamic:
-            raise ContractError(
-                "got dynamic context parallelism, expected a fixed context-parallel size: which "
-                "rank holds which token of a microbatch is not read here"
-            )
         self.place = Place(
             dp_rank=dist.get_rank(groups.dp_group),
             cp_rank=groups.cp_rank,

@@ -55,7 +55,7 @@ SIZES = {
 """Processes and options."""
 
 
-def options_of_data(server, folder, environment):
+def options_of_data(server, folder, environment, checkout):
     """Draw conversations into a folder; returns the script's options for each kind of data."""
     made = server.launch(
         [str(FRAMEWORKS / "make_sft_data.py"), str(folder), os.environ.get("DATA_SEED", "5")],
@@ -70,7 +70,7 @@ def options_of_data(server, folder, environment):
         "--data-path",
         str(folder / "data.jsonl"),
     ]
-    options = (CHECKOUT / "megatron" / "training" / "arguments.py").read_text()
+    options = (checkout / "megatron" / "training" / "arguments.py").read_text()
     older = [option for option in UNTIL_0_16 if option in options]
     sft = [*SFT, *older, *paths]
     varlen = [*VARLEN, *older, *paths]
@@ -78,23 +78,24 @@ def options_of_data(server, folder, environment):
 
 
 @contextmanager
-def runs_of(folder):
+def runs_of(folder, checkout=CHECKOUT):
     """Return a function that runs a script of the checkout and returns what its worker wrote."""
     schedule_worker = FRAMEWORKS.parent / "loop"
-    path = os.pathsep.join([*map(str, (CHECKOUT, FRAMEWORKS, schedule_worker)), worker_path()])
+    path = os.pathsep.join([*map(str, (checkout, FRAMEWORKS, schedule_worker)), worker_path()])
     server = ForkServer(["imports_megatron_lm"], path=path)
     release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     environment = {
         "HF_HOME": str(folder / "hf"),
         # The checkout pins a Python of its own for pyenv; make builds its helpers for this one.
         "PYENV_VERSION": release,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    data = options_of_data(server, folder, environment)
+    data = options_of_data(server, folder, environment, checkout)
     counter = iter(range(1000))
 
     def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):
         file = folder / f"{next(counter)}.jsonl"
-        command = [str(WORKER), str(file), *before, str(CHECKOUT / script)]
+        command = [str(WORKER), str(file), *before, str(checkout / script)]
         done = server.launch(
             [*command, *COMMON, *data[kind], *more],
             processes=processes,

@@ -9,6 +9,7 @@ Exit status 1 if a check fails.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -17,13 +18,16 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 SKYRL = "skyrl==0.4.0"
 """The second release of SkyRL; it declares Python 3.12, and what is used of it runs on 3.11."""
 SECOND = FOLDER / "skyrl-0.4.0"
-SKYRL_CHECKS = Path(__file__).with_name("skyrl_checks.py")
-SWIFT_CHECKS = [Path(__file__).with_name(f"swift{one}_checks.py") for one in ("", "_grpo", "_gkd")]
+SKYRL_CHECKS = "skyrl_checks.py"
+SWIFT_CHECKS = [f"swift{one}_checks.py" for one in ("", "_grpo", "_gkd")]
 """In a process of their own: what ms-swift imports without calling it is real for the others."""
 
 
 def main() -> int:
-    """Install where it is not done yet, and run the checks; arguments go to pytest."""
+    """Install where it is not done yet, and run the files named, all by default.
+
+    Other arguments go to pytest.
+    """
     installed = FOLDER / "installed.txt"
     wanted = f"{REQUIREMENTS.read_text()}{SKYRL}\n"
     if not installed.exists() or installed.read_text() != wanted:
@@ -36,20 +40,35 @@ def main() -> int:
     # The entry points of this checkout, which need not be the environment's.
     setup = [sys.executable, "setup.py", "--quiet"]
     subprocess.run([*setup, "egg_info", "--egg-base", str(FOLDER)], cwd=ROOT, check=True)
-    checks = set(Path(__file__).parent.glob("*_checks.py")) - set(SWIFT_CHECKS)
+    options = [one for one in sys.argv[1:] if "_checks.py" not in one]
+    files = [one for one in sys.argv[1:] if "_checks.py" in one]
+    files = files or sorted(map(str, Path(__file__).parent.glob("*_checks.py")))
     # Frameworks warn at import; warnings of this package stay errors.
     ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored]
-    given = sys.argv[1:]
-    if any(Path(argument).name in [one.name for one in SWIFT_CHECKS] for argument in given):
-        return int(run([*command, *given], [FOLDER]))
-    failed = False if given else run([*command, *map(str, SWIFT_CHECKS)], [FOLDER])
-    command += ["-p", "stand_ins_first"]
-    failed |= run([*command, *(given or map(str, sorted(checks)))], [FOLDER])
-    again = given or [str(SKYRL_CHECKS)]
-    if any(Path(argument).name == SKYRL_CHECKS.name for argument in again):
-        failed |= run([*command, *again], [SECOND, FOLDER])
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *options]
+    failed = False
+    for named, more, folders in processes(files):
+        failed |= run([*command, *more, *named], folders)
     return int(failed)
+
+
+def processes(files: list[str]) -> Iterator[tuple[list[str], list[str], list[Path]]]:
+    """Yield what runs in a process of its own: files, options of pytest, folders for its path."""
+    swift = [file for file in files if name_of(file) in SWIFT_CHECKS]
+    others = [file for file in files if file not in swift]
+    again = [file for file in files if name_of(file) == SKYRL_CHECKS]
+    stand_ins = ["-p", "stand_ins_first"]
+    if swift:
+        yield swift, [], [FOLDER]
+    if others:
+        yield others, stand_ins, [FOLDER]
+    if again:
+        yield again, stand_ins, [SECOND, FOLDER]
+
+
+def name_of(file: str) -> str:
+    """Return the name of a file that may be followed by ``::`` and a test."""
+    return Path(file.partition("::")[0]).name
 
 
 def run(command: list[str], frameworks: list[Path]) -> bool:

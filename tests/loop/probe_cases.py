@@ -5,7 +5,7 @@ import os
 from megatron_lossagg.verify.parallelism import Parallelism
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "1"))
-"""How often each fault is introduced; .ci/run asks for 20."""
+"""How often each fault is introduced; ``FULL=1 launch/ci/check.sh`` asks for 20."""
 LAYOUTS = {
     "DP2": Parallelism(dp=2),
     "CP2": Parallelism(cp=2),

@@ -25,6 +25,17 @@ def check_a_model_whose_ranks_nobody_adds_up_is_refused():
         Weighing(torch.nn.Linear(2, 2))
 
 
+def check_an_option_that_moves_tokens_is_refused_by_name():
+    for option in ("hybrid_context_parallel", "dynamic_context_parallel"):
+        chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+        setattr(chunk.config, option, True)
+        with pytest.raises(ContractError, match=f"{option} is True, which is not supported here"):
+            Weighing([chunk], num_microbatches=1)
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    chunk.config.flextron = True  # the loss has a further term, and its tokens stay
+    Weighing([chunk], num_microbatches=1)
+
+
 def check_a_loss_that_is_recomputed_is_weighed_once():
     chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
     mask, losses = torch.ones(4), [chunk(torch.arange(4)) for _ in range(2)]
