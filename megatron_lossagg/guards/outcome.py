@@ -192,7 +192,7 @@ class Outcome(Guard):
 
     def recorded(self) -> Mapping[str, Any]:
         """Return the smallest and the largest weight over that of the mode, of this rank."""
-        return {"weights": self._ratios} if self._ratios else {}
+        return {"ratios": self._ratios} if self._ratios else {}
 
     def _describe(
         self, mode: str, counted: list[int], tolerance: float, values: list[float]

@@ -66,8 +66,8 @@ def train(aggregator, loss_func=as_it_is, *, asks_logits=False):
             )
     gradient = torch.cat([one.main_grad.flatten() for one in chunk.parameters()])
     found = [str(one.message) for one in caught if one.category is RuntimeWarning]
-    (guard,) = (one for one in step._guards if isinstance(one, Outcome))
-    return guard.recorded().get("weights"), gradient, found
+    (guard,) = (one for one in step._guards.guards if isinstance(one, Outcome))
+    return guard.recorded().get("ratios"), gradient, found
 
 
 def both(check):
