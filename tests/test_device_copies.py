@@ -44,7 +44,6 @@ ALLOWED = {
     ("reduction/checks/totals.py", "_steps[exchange.ranks] += 1"): "a Counter",
     ("guards/trained_tokens.py", "self._is_noted_S[sequences_G[is_sequence_G]] = True"): "NumPy",
     ("reduction/checks/mask.py", "nonzero[0].item()"): "NumPy",
-    ("reduction/checks/mask.py", "nonzero[1].item()"): "NumPy",
     ("loop/flags.py", "args[_WEIGHTS] = None"): "a dictionary",
     ("loop/flags.py", "args['loss_aggregation_count'] = None"): "a dictionary",
     ("integrations/_megatron_lm_data.py", "is_padding_BG[:, -1] = True"): "NumPy",
