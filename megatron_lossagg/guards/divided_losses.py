@@ -5,24 +5,15 @@ A ported loss_func may do so still; the weights hold every denominator.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import suppress
 
-import torch
 from torch import Tensor
 
+from megatron_lossagg.guards.loss_graph import nodes_of
 from megatron_lossagg.reduction.faults import first_time, warn_once
 from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["warn_of_divided_losses"]
-
-_FOLLOWED = {
-    *("Clone", "Div", "Expand", "Mul", "Neg", "ReshapeAlias", "Slice", "Squeeze", "ToCopy"),
-    *("Unsqueeze", "UnsafeView", "View", "Where"),
-}
-"""Operations that keep a loss per token, by their names in the graph, unless they broadcast."""
-_MOST_NODES = 16
 
 
 def warn_of_divided_losses(reducer: Reducer, losses: Tensor) -> None:
@@ -34,10 +25,7 @@ def warn_of_divided_losses(reducer: Reducer, losses: Tensor) -> None:
         return
     if not first_time("the graph of losses"):
         return
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return
-    with suppress(RuntimeError):  # of a graph whose buffers are freed
-        _compare(reducer, {float(one) for one in _divisors(losses)} - {1.0})
+    _compare(reducer, {float(one) for one in _divisors(losses)} - {1.0})
 
 
 def _compare(reducer: Reducer, divisors: set[float]) -> None:
@@ -55,15 +43,7 @@ def _compare(reducer: Reducer, divisors: set[float]) -> None:
 
 def _divisors(losses: Tensor) -> Iterator[Tensor]:
     """Yield what losses were divided by, if it is one number."""
-    nodes, looked_at = [losses.grad_fn], 0
-    while nodes and looked_at < _MOST_NODES:
-        node, looked_at = nodes.pop(0), looked_at + 1
-        kind = "" if node is None else node.name().rstrip("0123456789").removesuffix("Backward")
-        if node is None or kind not in _FOLLOWED:
-            continue
-        if math.prod(node._input_metadata[0].shape) < losses.numel():  # a mean that is broadcast
-            continue
+    for kind, node in nodes_of(losses, by_numbers=False):
         saved = getattr(node, "_saved_other", None) if kind == "Div" else None
         if isinstance(saved, Tensor) and saved.numel() == 1:
             yield saved.detach()
-        nodes += [one for one, _ in node.next_functions]

@@ -111,6 +111,9 @@ class Guard:
     def together(self, step: StepFacts, *, has_failed: bool) -> None:
         """Compare with other ranks, after all verdicts; ``has_failed``: this rank's."""
 
+    def on_end(self) -> None:
+        """The step ends, however it does."""
+
     def recorded(self) -> Mapping[str, Any]:
         """Return what the step's line in ``Options.record`` gets, once faults have been read."""
         return {}

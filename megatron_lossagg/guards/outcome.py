@@ -23,10 +23,12 @@ from torch import Tensor
 
 from megatron_lossagg.errors import say
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
+from megatron_lossagg.guards.loss_graph import nodes_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.weigh.compare import equal_products
 from megatron_lossagg.weigh.listen import listen
 
 __all__ = ["Outcome", "WeighedSteps"]
@@ -77,19 +79,28 @@ class _Listener:
 
     def __init__(self) -> None:
         self._latest: _Output | None = None
+        self._node: Any = None
 
     def __call__(self, chunk: Any, inputs: Any, output: Any) -> None:
-        self._latest = None
+        self.forget()
         if not isinstance(output, Tensor) or output.dim() > 2 or not output.is_floating_point():
             return
         heard = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
         if listen(output, heard.arrived):
-            self._latest = heard
+            self._latest, self._node = heard, output.grad_fn
 
-    def taken(self) -> _Output | None:
-        """Return the latest output, once."""
-        latest, self._latest = self._latest, None
-        return latest
+    def taken(self, losses: Tensor) -> _Output | None:
+        """Return the latest output, once, if losses follow from it, each times one number."""
+        latest, node = self._latest, self._node
+        self.forget()
+        if latest is None or latest.numel != losses.numel():
+            return None
+        follows = any(one is node for _, one in nodes_of(losses, by_numbers=True))
+        return latest if follows else None
+
+    def forget(self) -> None:
+        """Let the output go."""
+        self._latest, self._node = None, None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,6 +108,18 @@ class _Microbatch:
     output: _Output
     reducer: Reducer
     coefficient: float = 1.0
+    is_returned: bool = False
+    """Whether loss_func has returned for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """What a factor may be called."""
+
+    mode: str
+    sizes: Mapping[str, int]
+    tokens: int
+    """N."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,23 +145,25 @@ class _Found:
 class Outcome(Guard):
     """Measure which weight each token of the model's output was trained with, in some steps.
 
-    Where the model returns a loss per token. It warns if tokens have all the same factor, each
-    that of its microbatch's tokens, or if some have none while the others are right.
+    Where the model returns a loss per token, and what is reduced follows from it token by token,
+    each times one number, in one term. It warns of a number that is a product of M, DP, CP, N or
+    its microbatch's tokens, and if some losses have no gradient while the others are right.
     """
 
     catches = (
-        "as warnings, where the model returns a loss per token: losses that are multiplied, "
-        "divided by their microbatch's tokens, or partly detached before mb.reduce; in steps 1, "
-        "2, 4, ..., 64 and each 64th, and after the mode or the number of microbatches changed"
+        "as warnings, where the model returns a loss per token: losses that are divided by M, DP, "
+        "CP, N or their microbatch's tokens, or partly detached, before mb.reduce; in steps 1, 2, "
+        "4, ..., 64 and each 64th, and after the mode or the number of microbatches changed"
     )
-    costs = "in these steps, the gradient of each loss until the step ends, and a pass over it"
+    costs = "in these steps 9 bytes for each token of the step, until it ends, and a pass over them"
 
     def __init__(self, step: StepFacts) -> None:
         self._listener = _Listener()
         handle = step.chunks[-1].register_forward_hook(self._listener)
         self._stop = weakref.finalize(self, handle.remove)
         self._is_first = step.groups.is_first
-        self._microbatches: dict[object, _Microbatch] = {}
+        self._microbatches: dict[object, _Microbatch | None] = {}
+        """None: of other losses, or of several terms, which add up at the output."""
         self._ratios: list[float] = []
 
     @classmethod
@@ -150,43 +175,64 @@ class Outcome(Guard):
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
     ) -> None:
-        """Take the model's latest output, if it is as many losses as are reduced."""
-        is_own = reducer.plan.aggregation == step.plan.aggregation and reducer.custom is None
-        if not is_own or not partial_loss.requires_grad or is_in_backward():
+        """Take the model's latest output, if it is what is reduced."""
+        if not partial_loss.requires_grad or is_in_backward():
             return
-        output = self._listener.taken()
-        if output is not None and output.numel == losses.numel():
-            found = _Microbatch(output=output, reducer=reducer)
-            self._microbatches[reducer.microbatch.identity] = found
+        found, key = None, reducer.microbatch.identity
+        is_own = reducer.plan.aggregation == step.plan.aggregation and reducer.custom is None
+        if is_own and not reducer.layout.is_gathered and key not in self._microbatches:
+            output = self._listener.taken(losses)
+            found = None if output is None else _Microbatch(output=output, reducer=reducer)
+        self._microbatches[key] = found
+
+    def on_first_outputs(self, step: StepFacts) -> None:
+        """Forget an earlier pass over the step."""
+        kept = self._microbatches.items()
+        self._microbatches = {k: one for k, one in kept if one is None or not one.is_returned}
 
     def on_outputs(
         self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
     ) -> None:
-        """Note the coefficient that is declared."""
+        """Note the declared coefficient; what has arrived before is not trained."""
         if (found := self._microbatches.get(reducer.microbatch.identity)) is not None:
-            found.coefficient = coefficient
+            found.coefficient, found.is_returned = coefficient, True
+            found.output.arrived.clear()
 
     def on_finish(self, step: StepFacts) -> str:
         """Compare; the values are read with the step's faults."""
-        self._stop()
         unit, scale = step.scaling.k * step.scaling.schedule_factor, step.config.grad_scale_func
-        found = [(one, _ratios(one, unit, scale)) for one in self._microbatches.values()]
+        measured = [one for one in self._microbatches.values() if one is not None]
+        found = [(one, _ratios(one, unit, scale)) for one in measured]
         read = [(one, values) for one, values in found if values]
         if read:
             counted = [one.reducer.counted_tokens for one, _ in read]
             tolerance = max(_TOLERANCE, *(2 * one.output.eps for one, _ in read))
-            mode, state = step.plan.aggregation.mode, step.plan.state
-            describe = partial(self._describe, mode, counted, tolerance)
-            state.faults.record([value for _, values in read for value in values], describe)
-        self._microbatches = {}
+            names = _Names(
+                mode=step.plan.aggregation.mode,
+                sizes={
+                    "M": step.scaling.num_microbatches,
+                    "DP": step.groups.dp_size,
+                    "CP": step.groups.cp_size,
+                },
+                tokens=step.scaling.active_tokens or 0,
+            )
+            describe = partial(self._describe, names, counted, tolerance)
+            values = [value for _, values in read for value in values]
+            step.plan.state.faults.record(values, describe)
         return ""
+
+    def on_end(self) -> None:
+        """Listen no longer."""
+        self._stop()
+        self._listener.forget()
+        self._microbatches = {}
 
     def recorded(self) -> Mapping[str, Any]:
         """Return the smallest and the largest weight over that of the mode, of this rank."""
         return {"ratios": self._ratios} if self._ratios else {}
 
     def _describe(
-        self, mode: str, counted: list[int], tolerance: float, values: list[float]
+        self, names: _Names, counted: list[int], tolerance: float, values: list[float]
     ) -> str:
         parts = zip(counted, zip(*[iter(values)] * 5, strict=True), strict=True)
         found = [
@@ -206,13 +252,13 @@ class Outcome(Guard):
         lowest = min(one.lowest for one in found)
         highest = max(one.highest for one in found)
         self._ratios = [float(f"{lowest:.6g}"), float(f"{highest:.6g}")]
-        if self._is_first and first_time(f"weights of {mode}"):
+        if self._is_first and first_time(f"weights of {names.mode}"):
             tokens = sum(one.tokens for one in found)
             say(
-                f"this rank's {tokens} tokens were trained with the weight of {mode}, times "
+                f"this rank's {tokens} tokens were trained with the weight of {names.mode}, times "
                 f"{lowest:.6f} to {highest:.6f} at the model's losses"
             )
-        _warn_of(mode, found, tolerance)
+        _warn_of(names, found, tolerance)
         return ""
 
 
@@ -241,37 +287,35 @@ def _ratios(
     ]
 
 
-def _warn_of(mode: str, found: Sequence[_Found], tolerance: float) -> None:
-    """Warn, once per process, of weights that are not the mode's, and no factor of a token's."""
+def _warn_of(names: _Names, found: Sequence[_Found], tolerance: float) -> None:
+    """Warn, once per process, of numbers that a weight holds already, and of missing tokens."""
     ends = "before mb.reduce; ignore this if that is meant"
-    tokens, zero = sum(one.tokens for one in found), sum(one.zero for one in found)
     if all(one.is_all(1, tolerance) for one in found):
         return
-    counts = [(one, count) for one in found for count in (one.tokens, one.counted)]
-    if all(
-        one.is_all(1 / one.tokens, tolerance) or one.is_all(1 / one.counted, tolerance)
-        for one in found
-        if one.counted
-    ):
-        number = next(c for one, c in counts if one.is_all(1 / c, tolerance))
+    counts = [next((c for c in (one.tokens, one.counted) if c and one.is_all(1 / c, tolerance)), 0)
+              for one in found]  # fmt: skip
+    if all(counts):
         warn_once(
             "divided losses",
-            f"losses were divided by {number:g}, the active tokens of their microbatch, {ends}: "
+            f"losses were divided by {counts[0]}, the active tokens of their microbatch, {ends}: "
             "the weights hold every denominator",
         )
         return
     first = found[0].lowest
-    if first and tokens > 1 and all(one.is_all(first, tolerance) for one in found):
-        warn_once(
-            "multiplied losses",
-            f"each token was trained with {first:.6g} times its weight of {mode}: the model's "
-            f"losses were multiplied by it {ends}",
-        )
-    elif zero and all(_is_right_but_for_zeros(one, tolerance) for one in found):
+    if first and all(one.is_all(first, tolerance) for one in found):
+        others = {"N": names.tokens} if names.tokens else {}
+        if products := equal_products(first, names.sizes, others, tolerance=tolerance):
+            warn_once(
+                "multiplied losses",
+                f"each token was trained with {first:.6g} = {products[0]} times its weight of "
+                f"{names.mode}: the model's losses were multiplied by it {ends}",
+            )
+    elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
+        zero, tokens = sum(one.zero for one in found), sum(one.tokens for one in found)
         warn_once(
             "detached losses",
-            f"{zero} of {tokens} tokens that {mode} counts were not trained, and the others were "
-            f"with their weight: the losses of these were detached or multiplied by 0 {ends}",
+            f"{zero} of {tokens} tokens that {names.mode} counts were not trained, and the others "
+            "were with their weight: the losses of these were detached or multiplied by 0 " + ends,
         )
 
 

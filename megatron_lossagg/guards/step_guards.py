@@ -62,6 +62,11 @@ class StepGuards:
         for guard in self.guards:
             guard.together(self._facts, has_failed=has_failed)
 
+    def end(self) -> None:
+        """Tell them that the step ends; it may be told again."""
+        for guard in self.guards:
+            guard.on_end()
+
     def recorded(self) -> Mapping[str, Any]:
         """Return what the guards give the record, and which of them only warned."""
         found = {name: value for guard in self.guards for name, value in guard.recorded().items()}

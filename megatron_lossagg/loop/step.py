@@ -385,3 +385,4 @@ class Step:
             self.side_losses.end()
         if self._plan is not None:
             self._plan.state.end()
+            self._guards.end()

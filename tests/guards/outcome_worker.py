@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import tiny_gpt
+import token_model
 import torch
 from check_runner import run_checks
 from megatron.core import parallel_state
@@ -105,7 +106,14 @@ def check_losses_that_are_divided_are_named(aggregator):
 def check_losses_that_are_multiplied_are_named(aggregator):
     weights, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, x * 0.5))
     assert weights == [0.5, 0.5]
-    assert "trained with 0.5 times its weight of sample_mean" in warned
+    assert "trained with 0.5 = 1/M times its weight of sample_mean" in warned
+
+
+@both
+def check_another_number_is_measured_and_not_warned_of(aggregator):
+    weights, _, warned = train(aggregator(), lambda s, n, x: reduced(s, n, -0.3 * x))
+    assert weights == pytest.approx([-0.3, -0.3], rel=1e-5)
+    assert not warned
 
 
 @both
@@ -129,29 +137,73 @@ def check_losses_of_which_some_are_detached_are_named(aggregator):
     assert warned.startswith("4 of 10 tokens that sample_mean counts were not trained")
 
 
+RATIO = torch.linspace(-1, 2, LENGTH)
+OF_THEIR_OWN = {
+    "importance ratios and advantages, clipped": lambda x: x * RATIO * (RATIO < 1.5),
+    "one advantage of a sequence, by a ratio": lambda x: -0.7 * (x.detach() - x).exp(),
+    "an advantage of 0 or 1": lambda x: x * (RATIO > 0.5).double(),
+    "half of a distillation": lambda x: 0.5 * x + 0.5 * RATIO,
+    "smoothed labels": lambda x: 0.9 * x + 0.1 * x.detach().mean(),
+    "a squared error of values": lambda x: 0.5 * (x - RATIO) ** 2,
+    "rolled by one": lambda x: x.roll(1, dims=-1),
+    "the mean of two passes": lambda x: 0.5 * (x + x.clone()),
+    "another order": lambda x: x.view(2, -1).T.reshape(-1),
+}
+"""Losses with factors, an order or terms of their own: what arrives is no number of the mode's."""
+
+
 @both
-def check_factors_of_tokens_are_no_fault(aggregator):
-    """Importance ratios times advantages, and a clipped token."""
-
-    def weighted(step, number, output):
-        ratio = torch.linspace(-1, 2, LENGTH)
-        return reduced(step, number, output * ratio * (ratio < 1.5))
-
-    weights, _, warned = train(aggregator(), weighted)
-    assert weights[0] == -1
-    assert not warned
+def check_losses_of_their_own_are_not_measured_and_not_warned_of(aggregator):
+    for name, made_of in OF_THEIR_OWN.items():
+        weights, _, warned = train(aggregator(), lambda s, n, x, f=made_of: reduced(s, n, f(x)))
+        assert weights is None, name
+        assert not warned, name
 
 
 @both
-def check_a_term_of_its_own_mode_is_no_fault(aggregator):
-    def with_second_term(step, number, output):
-        mb = step.microbatch([number], MASKS[number], cu_seqlens=[0, LENGTH])
-        losses = output.view(-1)
-        return mb.outputs(mb.reduce(losses) + 0.1 * mb.reduce(losses**2, "token_mean"))
+def check_two_terms_over_the_same_losses_are_not_measured(aggregator):
+    for modes in ((None, "token_mean"), ("token_mean", None), (None, None)):
 
-    weights, _, warned = train(aggregator(), with_second_term)
-    assert weights
-    assert not warned
+        def of_both(step, number, output, modes=modes):
+            mb = step.microbatch([number], MASKS[number], cu_seqlens=[0, LENGTH])
+            first = mb.reduce(output.view(-1), modes[0])
+            second = mb.reduce((output * 1).view(-1), modes[1])
+            return mb.outputs(first + 0.1 * second if modes[0] is None else 0.1 * first + second)
+
+        weights, _, warned = train(aggregator(), of_both)
+        assert weights is None, modes
+        assert not warned, (modes, warned)
+
+
+@both
+def check_a_gradient_that_is_asked_for_at_parameters_is_not_trained(aggregator):
+    """Of a model whose graph may be walked twice."""
+    run = LossAggregator(
+        token_model.wrapped(aggregator().chunks[0].config, LENGTH),
+        "sample_mean",
+        options=Options(probe=False),
+    )
+    (chunk,) = run.chunks
+    chunk.zero_grad_buffer()
+    with run.step(ACTIVE[:1], num_microbatches=1) as step:
+        mb = step.microbatch([0], MASKS[0], cu_seqlens=[0, LENGTH])
+        partial_loss = mb.reduce(chunk(torch.arange(LENGTH)))
+        torch.autograd.grad(partial_loss, [*chunk.parameters()], retain_graph=True)
+        loss, num_tokens, _ = mb.outputs(partial_loss)
+        (loss * step.scaling.schedule_factor).backward()
+        finalize_model_grads([chunk], num_tokens if run.loss_scaling == "per_token" else None)
+    assert step._guards.recorded()["ratios"] == [1, 1]
+
+
+@both
+def check_a_step_that_ends_with_an_error_listens_no_longer(aggregator):
+    def failing(step, number, output):
+        raise ValueError("mine")
+
+    run = aggregator()
+    with pytest.raises(ValueError, match="mine"):
+        train(run, failing)
+    assert not run.chunks[0]._forward_hooks
 
 
 @both

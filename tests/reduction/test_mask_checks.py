@@ -59,7 +59,7 @@ def test_every_rank_refuses_a_value_that_one_of_them_holds(cp_rank, rejects_toke
     mask = torch.ones(8)
     mask[3] = 0.5  # of the second chunk, which rank 1 holds
     plan, layout = a_plan([8], rejects_tokens=rejects_tokens), thd(8, cp_size=2, cp_rank=cp_rank)
-    with pytest.raises(ReducerError, match="holds 0.5 at position 3"):
+    with pytest.raises(ReducerError, match=r"holds 0\.5 at position 3"):
         checked(plan, mask, "cpu", [0], layout)
 
 
