@@ -193,6 +193,19 @@ def test_the_page_of_names_is_what_the_code_prints():
     assert names_page.PAGE.read_text() == names_page.page(), "run python -m tools.names_page"
 
 
+def test_what_ran_names_the_releases_that_the_tests_fetch_and_install():
+    """The page says which, the scripts fetch them; Megatron-LM's commit is its tag there."""
+    page = (DOCS / "evidence.md").read_text()
+    script = (ROOT / "tools" / "fetch_frameworks.sh").read_text()
+    fetched = dict(re.findall(r'^    "(\S+) \S+ ([0-9a-f]{40})"$', script, re.M))
+    assert fetched.pop("Megatron-LM").startswith("55ac7082")
+    for name, commit in fetched.items():
+        assert commit[:8] in page, name
+    installed = (ROOT / "tests" / "integrations" / "requirements.txt").read_text()
+    for name, release in re.findall(r"^(\S+)==(\S+)$", installed.split("\n\n")[0], re.M):
+        assert re.search(rf"\[{name}\]\S* \| [^|]*{re.escape(release)}", page, re.I), name
+
+
 PACKAGE = ROOT / "megatron_lossagg"
 FOLDERS = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()]
 OURS = rf"(?:megatron_lossagg|tests|tools|{'|'.join(FOLDERS)})/[\w./]*\w"
