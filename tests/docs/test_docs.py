@@ -76,6 +76,20 @@ def test_no_page_installs_from_an_index_or_clones_from_an_address_that_is_not_th
     assert found is None, "write pip install ., in a checkout"
 
 
+def linked(pages):
+    """The pages that some pages link to, and these pages."""
+    found = set(pages)
+    for page in pages:
+        paths = (link.partition("#")[0] for link in LINK.findall(FENCE.sub("", page.read_text())))
+        found |= {(page.parent / path).resolve() for path in paths if path.endswith(".md")}
+    return {page for page in found if page.is_file()}
+
+
+def test_every_page_but_a_decision_is_two_clicks_from_the_first():
+    pages = {page for page in DOCS.rglob("*.md") if not page.name.startswith("0")}
+    assert not pages - linked(linked([ROOT / "README.md"]))
+
+
 def words_of(pages):
     return sum(len(page.read_text().split()) for page in pages)
 
