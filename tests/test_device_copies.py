@@ -19,6 +19,10 @@ ALLOWED = {
     # reads, with why none waits in a step
     ("reduction/checks/losses.py", "partial_loss.item()"): "on the CPU only",
     ("reduction/faults.py", "value.item()"): "on the CPU only",
+    (
+        "reduction/faults.py",
+        "torch.cat([part.double() for part in parts]).cpu()",
+    ): "at the end of the step: what its checks found",
     ("reduction/exchange.py", ".cpu()"): "before the step: counts of a group, to be read",
     ("reduction/integers.py", "values.detach().cpu()"): "before the step: counts and ids",
     ("loop/counts_of_rank.py", "one.item()"): "before the step: counts and ids",
@@ -38,7 +42,8 @@ ALLOWED = {
     ("loop/buffer.py", "torch.empty_like(array, pin_memory=True)"): "a copy on the CPU",
     # NumPy arrays, dictionaries and counters
     ("reduction/checks/totals.py", "_steps[exchange.ranks] += 1"): "a Counter",
-    ("guards/trained_tokens.py", "self._is_noted_S[sequences] = True"): "NumPy",
+    ("guards/trained_tokens.py", "self._is_noted_S[sequences_G[is_sequence_G]] = True"): "NumPy",
+    ("reduction/checks/mask.py", "nonzero[0].item()"): "NumPy",
     ("loop/flags.py", "args[_WEIGHTS] = None"): "a dictionary",
     ("loop/flags.py", "args['loss_aggregation_count'] = None"): "a dictionary",
     ("integrations/_megatron_lm_data.py", "is_padding_BG[:, -1] = True"): "NumPy",

@@ -54,7 +54,8 @@ _PAGE = """\
 # What is checked
 
 A *refusal* stops a step before it begins, a *check* looks at a value, a *guard* at a running step.
-Only the probe can be switched off. `python -m tools.checks_page` prints this page from the code.
+Only the probe can be switched off; `--loss-aggregation-guards warn` turns what a guard finds into
+a warning. `python -m tools.checks_page` prints this page from the code.
 
 ## When a run starts
 

@@ -54,7 +54,9 @@ def compare_graphs(
         ]
     finally:
         stop.remove()
-    faults.record(values, functools.partial(_reaches_more, microbatch, described))
+    faults.record(
+        values, functools.partial(_reaches_more, microbatch, described), guard="FrameworkLoss"
+    )
 
 
 def _unknown(nodes: list[tuple[Any, int]]) -> str:
@@ -154,7 +156,7 @@ def compare_with_framework(
         for loss in (found - ours, ours):
             (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
             values.append(ours.new_zeros(()) if gradient is None else gradient.abs().sum())
-    faults.record(values, functools.partial(_more_than_sum, microbatch))
+    faults.record(values, functools.partial(_more_than_sum, microbatch), guard="FrameworkLoss")
 
 
 def _more_than_sum(microbatch: int, values: list[float]) -> str:

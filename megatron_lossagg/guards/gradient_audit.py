@@ -185,7 +185,9 @@ class GradientAudit(Guard):
         self._expected = step.scaling.k * step.scaling.schedule_factor
         values = list(values_of(self._calls))
         if values:
-            step.plan.state.faults.record(values, self._describe, error=ContractError)
+            step.plan.state.faults.record(
+                values, self._describe, error=ContractError, guard=self.name
+            )
         return ""
 
     def recorded(self) -> Mapping[str, Any]:

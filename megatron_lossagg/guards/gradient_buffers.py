@@ -47,7 +47,9 @@ class GradientBuffers(Guard):
         """Look at the buffers before the first loss of a pass."""
         counts = dict(_nonzero(step))
         found = partial(self._found, list(counts))
-        step.plan.state.faults.record(list(counts.values()), found, error=ContractError)
+        step.plan.state.faults.record(
+            list(counts.values()), found, error=ContractError, guard=self.name
+        )
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Look once more: the loop may zero gradients before it leaves the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Guard", "Listeners", "ScheduleCalls", "StepFacts", "is_in_backward"]
+__all__ = ["Guard", "ScheduleCalls", "StepFacts", "is_in_backward"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,6 +72,13 @@ class Guard:
     catches: ClassVar[str]
     """What would train wrongly without it."""
     costs: ClassVar[str] = "nothing on the device"
+    may_only_warn: ClassVar[bool] = True
+    """Whether a run may train on, warned; not after a check of what was passed."""
+
+    @property
+    def name(self) -> str:
+        """How it is called where it is only warned of."""
+        return type(self).__name__
 
     @classmethod
     def of(cls, step: StepFacts) -> Guard | None:
@@ -107,42 +114,6 @@ class Guard:
     def recorded(self) -> Mapping[str, Any]:
         """Return what the step's line in ``Options.record`` gets, once faults have been read."""
         return {}
-
-
-class Listeners:
-    """The guards of a step, and which of them hears an event: those that override its method.
-
-    Looked up once a step. It keeps the step's facts, and not the step.
-    """
-
-    def __init__(self, guards: Sequence[Guard], facts: StepFacts) -> None:
-        self._facts = facts
-        self._heard = {event: _heard(guards, event) for event in _EVENTS}
-
-    def tell(self, event: str, *details: Any) -> None:
-        """Tell them of an event."""
-        for hears in self._heard[event]:
-            hears(self._facts, *details)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def reduced(self, reducer: Reducer, losses: Tensor, partial_loss: Tensor) -> None:
-        """Tell them of ``on_reduce``; a compiled loss_func may call a reducer as it is."""
-        for hears in self._heard["on_reduce"]:
-            hears(self._facts, reducer, losses, partial_loss)
-
-
-_EVENTS = (
-    *("on_microbatch", "on_reduce", "on_first_outputs", "on_outputs"),
-    "on_finalize",
-)
-
-
-def _heard(guards: Sequence[Guard], event: str) -> list[Callable[..., None]]:
-    return [
-        getattr(guard, event)
-        for guard in guards
-        if getattr(type(guard), event) is not getattr(Guard, event)
-    ]
 
 
 def is_in_backward() -> bool:

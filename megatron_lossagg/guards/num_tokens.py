@@ -48,7 +48,7 @@ class NumTokens(Guard):
         describe = partial(_describe, returned, step.scaling.num_microbatches)
         # A copy: Megatron reduces num_tokens over ranks in place.
         found = torch.zeros(()) if num_tokens is None else num_tokens.clone()
-        step.plan.state.faults.record([found], describe, error=ContractError)
+        step.plan.state.faults.record([found], describe, error=ContractError, guard=self.name)
 
 
 def _describe(returned: list[int], num_microbatches: int, values: list[float]) -> str:

@@ -13,7 +13,7 @@ is no fault by itself; what no such factor explains is a warning.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.weigh.listen import listen
 
 __all__ = ["Outcome", "WeighedSteps"]
 
@@ -67,38 +68,28 @@ class _Output:
 
     numel: int
     eps: float
-    arrived: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    """Gradients, each with the loss scale if there is one."""
+    arrived: list[Tensor] = field(default_factory=list)
+    """The gradients."""
 
 
 class _Listener:
     """A forward hook of a chunk: the latest output that can be a loss per token."""
 
-    def __init__(self, config: Any) -> None:
-        self._scale = config.grad_scale_func
+    def __init__(self) -> None:
         self._latest: _Output | None = None
 
     def __call__(self, chunk: Any, inputs: Any, output: Any) -> None:
         self._latest = None
         if not isinstance(output, Tensor) or output.dim() > 2 or not output.is_floating_point():
             return
-        node = output.grad_fn
-        if node is not None:
-            self._latest = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
-            node.register_prehook(partial(self._keep, self._latest, output.output_nr))
+        heard = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
+        if listen(output, heard.arrived):
+            self._latest = heard
 
     def taken(self) -> _Output | None:
         """Return the latest output, once."""
         latest, self._latest = self._latest, None
         return latest
-
-    def _keep(self, output: _Output, number: int, gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[number]
-        if gradient is not None:
-            scale = self._scale
-            one = torch.ones((), device=gradient.device)
-            loss_scale = None if scale is None else scale(one).reshape(())
-            output.arrived.append((gradient.detach().clone(), loss_scale))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -143,7 +134,7 @@ class Outcome(Guard):
     costs = "in these steps, the gradient of each loss until the step ends, and a pass over it"
 
     def __init__(self, step: StepFacts) -> None:
-        self._listener = _Listener(step.config)
+        self._listener = _Listener()
         handle = step.chunks[-1].register_forward_hook(self._listener)
         self._stop = weakref.finalize(self, handle.remove)
         self._is_first = step.groups.is_first
@@ -178,8 +169,8 @@ class Outcome(Guard):
     def on_finish(self, step: StepFacts) -> str:
         """Compare; the values are read with the step's faults."""
         self._stop()
-        unit = step.scaling.k * step.scaling.schedule_factor
-        found = [(one, _ratios(one, unit)) for one in self._microbatches.values()]
+        unit, scale = step.scaling.k * step.scaling.schedule_factor, step.config.grad_scale_func
+        found = [(one, _ratios(one, unit, scale)) for one in self._microbatches.values()]
         read = [(one, values) for one, values in found if values]
         if read:
             counted = [one.reducer.counted_tokens for one, _ in read]
@@ -192,7 +183,7 @@ class Outcome(Guard):
 
     def recorded(self) -> Mapping[str, Any]:
         """Return the smallest and the largest weight over that of the mode, of this rank."""
-        return {"weights": self._ratios} if self._ratios else {}
+        return {"ratios": self._ratios} if self._ratios else {}
 
     def _describe(
         self, mode: str, counted: list[int], tolerance: float, values: list[float]
@@ -225,14 +216,15 @@ class Outcome(Guard):
         return ""
 
 
-def _ratios(one: _Microbatch, unit: float) -> list[Tensor]:
+def _ratios(
+    one: _Microbatch, unit: float, scale: Callable[[Tensor], Tensor] | None
+) -> list[Tensor]:
     """Return of a microbatch the values of :class:`_Found`; empty if nothing arrived."""
-    arrived = [
-        gradient if scale is None else gradient / scale for gradient, scale in one.output.arrived
-    ]
-    if not arrived:
+    if not one.output.arrived:
         return []
-    gradient_T = torch.stack(arrived).sum(dim=0).reshape(-1)
+    gradient_T = torch.stack(one.output.arrived).sum(dim=0).reshape(-1)
+    if scale is not None:
+        gradient_T = gradient_T / scale(torch.ones((), device=gradient_T.device))
     dtype = torch.promote_types(gradient_T.dtype, torch.float32)
     weight_T = one.reducer.weights(dtype, gradient_T.device)
     if not len(weight_T):

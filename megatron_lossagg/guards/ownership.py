@@ -152,6 +152,7 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
             *(lighter_F - slack_F).max(dim=0),
         ],
         partial(_describe, own_rank, counted_S, plan.state.rejects_tokens),
+        guard="Ownership",
     )
 
 

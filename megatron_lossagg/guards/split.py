@@ -45,6 +45,8 @@ class Split(Guard):
         "that needs whole sequences, of which ranks count parts"
     )
 
+    may_only_warn = False
+
     def __init__(self) -> None:
         self._checked: Layout | None = None
 

@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = (
     "loss_aggregation_shadow",
     "loss_aggregation_probe",
     "loss_aggregation_side_losses",
+    "loss_aggregation_guards",
 )
 """Options of a step of this package, which these frameworks do not have."""
 _LIKE_OURS = ("loss_ag", "lossag")

@@ -349,6 +349,7 @@ class LossAggregator:
             shadows=self.options.shadows,
             follows=self.options.side_losses == "follow",
             recorder=None if forward_only else self._recorder(iteration),
+            guards=self.options.guards,
             is_weighed=not forward_only and self._weighed_steps.has_next(plan, num_microbatches),
         )
         if plan is not None:

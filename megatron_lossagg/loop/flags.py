@@ -127,6 +127,12 @@ def _add_args_of_a_run(group: argparse._ArgumentGroup) -> None:
         "the mode's weights, so that their coefficients mean the same under every mode "
         "(megatron-core 0.19 and newer).",
     )
+    group.add_argument(
+        "--loss-aggregation-guards",
+        choices=("error", "warn"),
+        help="What a guard finds ends the step (the default), or is warned of once and recorded "
+        "while the run trains on. A loss that is not finite, and a wrong mask, are errors always.",
+    )
 
 
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:

@@ -29,19 +29,15 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import (
-    Guard,
-    Listeners,
-    ScheduleCalls,
-    StepFacts,
-    is_in_backward,
-)
+from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts, is_in_backward
+from megatron_lossagg.guards.step_guards import StepGuards
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.positions import check_positions
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
@@ -165,7 +161,7 @@ class Step:
         shadows: Mapping[str, Aggregation] | None = None,
         follows: bool = False,
         recorder: StepRecorder | None = None,
-        is_guarded: bool = True,
+        guards: Guards | None = "error",
         is_weighed: bool = False,
     ) -> None:
         self.num_microbatches = num_microbatches
@@ -189,7 +185,6 @@ class Step:
             num_microbatches=num_microbatches,
             is_rerunning=is_rerunning,
         )
-        self._guards: list[Guard] = []
         self._finalize: FinalizeHook | None = None
         self.side_losses: SideLossScale | None = None
         """The scale of MoE and MTP losses; None if it stays Megatron's."""
@@ -209,19 +204,18 @@ class Step:
                 calls=calls or ScheduleCalls(),
                 is_weighed=is_weighed and not forward_only,
             )
-            self._watch(self._facts, is_guarded=is_guarded)
+            self._guards = self._watch(self._facts, guards)
 
-    def _watch(self, facts: StepFacts, *, is_guarded: bool) -> None:
+    def _watch(self, facts: StepFacts, kind: Guards | None) -> StepGuards:
         """Let the guards hear of reducers and of the finalize function."""
-        if is_guarded:
-            self._guards = guards_of(facts)
-        self._listeners = Listeners(self._guards, facts)
-        facts.plan.state.begin(self._listeners.reduced)
-        if is_guarded and not self.forward_only:
-            told = partial(self._listeners.tell, "on_finalize")
-            self._finalize = FinalizeHook(facts.config, told)
+        found = [] if kind is None else guards_of(facts)
+        guards = StepGuards(found, facts, only_warns=kind == "warn")
+        facts.plan.state.begin(guards.reduced)
+        if kind is not None and not self.forward_only:
+            self._finalize = FinalizeHook(facts.config, partial(guards.tell, "on_finalize"))
             # A step that is given up without its end is collected.
             weakref.finalize(self, self._finalize.end)
+        return guards
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -300,7 +294,7 @@ class Step:
         elif lengths is not None:
             layout = self._groups.local(lengths)
         assert layout is not None
-        self._listeners.tell("on_microbatch", layout)
+        self._guards.tell("on_microbatch", layout)
         reducer = plan.reducer(sequences, mask, layout, token_weights=token_weights)
         if positions is not None:
             found = reducer.microbatch
@@ -314,7 +308,7 @@ class Step:
         """Note a microbatch that only shadows are reported of."""
         self._tracker.add(reducer.microbatch.segments.own_sequences)
         for partial_loss in shadows.values():
-            self._listeners.tell("on_reduce", reducer, losses, partial_loss)
+            self._guards.tell("on_reduce", reducer, losses, partial_loss)
 
     def _outputs(
         self,
@@ -336,8 +330,8 @@ class Step:
         is_recomputed = is_in_backward()  # a checkpoint calls loss_func again
         if not is_recomputed:
             if self._tracker.is_at_start:
-                self._listeners.tell("on_first_outputs")
-            self._listeners.tell("on_outputs", reducer, loss, coefficient)
+                self._guards.tell("on_first_outputs")
+            self._guards.tell("on_outputs", reducer, loss, coefficient)
             self._tracker.add(reducer.microbatch.segments.own_sequences)
             if self._recorder is not None:
                 self._recorder.add(reducer, is_first=self._tracker.num_calls == 1)
@@ -363,14 +357,14 @@ class Step:
             return
         fault = self._fault()
         self.end()
-        for guard in self._guards:
-            guard.together(self._facts, has_failed=bool(fault))
+        if self._plan is not None:
+            self._guards.together(has_failed=bool(fault))
         if fault:
             raise ContractError(fault)
         if self._plan is not None:
             self._plan.check()
         if self._recorder is not None:
-            recorded = {k: v for guard in self._guards for k, v in guard.recorded().items()}
+            recorded = self._guards.recorded()
             self._recorder.finish(self.plan, self.scaling, self._groups, recorded)
         record_first_step()
 
@@ -380,7 +374,7 @@ class Step:
             self._tracker.finish(may_be_empty=not self._groups.is_last_stage)
         except ContractError as error:
             return str(error)
-        return next(filter(None, (guard.on_finish(self._facts) for guard in self._guards)), "")
+        return "" if self._plan is None else self._guards.finish()
 
     def end(self) -> None:
         """End the step without a check."""

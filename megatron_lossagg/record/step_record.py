@@ -73,6 +73,11 @@ class StepRecord:
     counted: dict[str, int] = field(default_factory=dict)
     """How many sequences, samples, prompts and groups were counted, how many of them are empty,
     and how many padding sequences were left out, as far as it is known."""
+    ratios: list[float] = field(default_factory=list)
+    """The smallest and the largest weight that arrived at the model's losses on the writing rank,
+    over that of the mode; empty if the step was not weighed."""
+    warned: list[str] = field(default_factory=list)
+    """The guards that found a fault on the writing rank, under ``guards="warn"``."""
 
     def line(self) -> str:
         """Write it as one line of JSON."""

@@ -181,6 +181,8 @@ class StepRecorder:
                 data_parallel_size=groups.dp_size,
                 context_parallel_size=groups.cp_size,
                 coefficients=list(recorded.get("coefficients", ())),
+                ratios=list(recorded.get("ratios", ())),
+                warned=list(recorded.get("warned", ())),
                 version=megatron_lossagg.__version__,
                 counted=plan.counted.known,
             )

@@ -21,12 +21,23 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Describe", "DescribeArrays", "Faults", "first_time", "looks_again", "warn_once"]
+__all__ = [
+    "Describe",
+    "DescribeArrays",
+    "Faults",
+    "OnGuard",
+    "first_time",
+    "looks_again",
+    "warn_once",
+]
 
 Describe = Callable[[list[float]], str]
 """From a check's values to a message; empty if they are not a fault."""
 DescribeArrays = Callable[[list[npt.NDArray[Any]]], str]
 """The same, from the values of tensors; each array is flat."""
+OnGuard = Callable[[str, str], None]
+"""Gets the name of a guard, and what it found."""
+_Recorded = tuple["list[Tensor]", DescribeArrays, type[LossAggregationError], str]
 
 _warned: set[str] = set()
 
@@ -53,7 +64,9 @@ class Faults:
     """The results of a step's checks that are still on a device, in the order of the checks."""
 
     def __init__(self) -> None:
-        self._recorded: list[tuple[list[Tensor], DescribeArrays, type[LossAggregationError]]] = []
+        self._recorded: list[_Recorded] = []
+        self.on_guard: OnGuard | None = None
+        """Gets what a guard found, in place of an error; None raises."""
 
     def check_or_record(
         self,
@@ -89,17 +102,22 @@ class Faults:
         describe: Describe,
         *,
         error: type[LossAggregationError] = ReducerError,
+        guard: str = "",
     ) -> None:
         """Keep 0-dim tensors, what their values mean, and what a fault raises.
 
-        No operation, no host sync.
+        ``guard``: the guard that looks, if one does. No operation, no host sync.
         """
-        self._keep(values, partial(_of_numbers, describe), error)
+        self._keep(values, partial(_of_numbers, describe), error, guard)
 
     def _keep(
-        self, found: list[Tensor], describe: DescribeArrays, error: type[LossAggregationError]
+        self,
+        found: list[Tensor],
+        describe: DescribeArrays,
+        error: type[LossAggregationError],
+        guard: str = "",
     ) -> None:
-        self._recorded.append(([one.detach() for one in found], describe, error))
+        self._recorded.append(([one.detach() for one in found], describe, error, guard))
 
     def raise_first(self) -> None:
         """Raise the first fault, if there is one, and forget them all.
@@ -107,12 +125,12 @@ class Faults:
         One host sync for each device that something was recorded on.
         """
         recorded, self._recorded = self._recorded, []
-        read = _read([one for found, _, _ in recorded for one in found])
-        messages = [
-            (describe([next(read) for _ in kept]), error) for kept, describe, error in recorded
-        ]
-        for message, error in messages:
-            if message:
+        read = _read([one for found, *_ in recorded for one in found])
+        messages = [describe([next(read) for _ in found]) for found, describe, *_ in recorded]
+        for message, (_, _, error, guard) in zip(messages, recorded, strict=True):
+            if message and guard and self.on_guard is not None:
+                self.on_guard(guard, message)
+            elif message:
                 raise error(message)
 
 

@@ -207,14 +207,14 @@ class Layout:
         offset_G1 = checked_offsets(cu_seqlens_padded)
         check_cp(cp_size, cp_rank)
         length_G = np.diff(offset_G1)
-        unpadded = np.flatnonzero(length_G % (2 * cp_size))
-        if cp_size > 1 and len(unpadded):
-            raise LayoutError(
-                f"segment {unpadded[0]} has {length_G[unpadded[0]]} tokens, not a multiple of "
-                f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
-            )
         starts, lengths = [offset_G1[:-1]], [length_G]
         if cp_size > 1:
+            unpadded = np.flatnonzero(length_G % (2 * cp_size))
+            if len(unpadded):
+                raise LayoutError(
+                    f"segment {unpadded[0]} has {length_G[unpadded[0]]} tokens, not a multiple of "
+                    f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
+                )
             chunk_G = length_G // (2 * cp_size)
             starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
             lengths = [chunk_G, chunk_G]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.arguments import (
-    check_one_microbatch,
     checked_mask,
     checked_sequences,
     checked_weights,
@@ -73,9 +72,7 @@ class Microbatch:
         tensor.
         """
         planned, faults = plan.sequences, plan.state.faults
-        sequences_G = checked_sequences(sequences, layout, len(planned.active_tokens))
-        if planned.microbatch is not None:
-            check_one_microbatch(sequences_G, planned.microbatch)
+        sequences_G = checked_sequences(sequences, layout, planned)
         mask_P = checked_mask(mask, layout)
         sums_S = planned.token_weight_sums
         segments = Segments(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation, parsed_aggregation
 
-__all__ = ["EmptyStep", "Options", "SideLosses"]
+__all__ = ["EmptyStep", "Guards", "Options", "SideLosses"]
 
 EmptyStep = Literal["zero", "error"]
 SideLosses = Literal["stock", "follow"]
+Guards = Literal["error", "warn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +51,22 @@ class Options:
     With ``follow`` their coefficients mean the same under every mode. From megatron-core 0.19 on.
     """
 
+    guards: Guards = "error"
+    """Whether what a guard finds ends the step, or is warned of once and recorded.
+
+    Checks of values stay errors: a loss that is not finite, a mask that is not 0 or 1, counts.
+    """
+
     def __post_init__(self) -> None:
-        if self.empty_step not in ("zero", "error"):
-            raise AggregationError(f"got empty_step {self.empty_step!r}, expected zero or error")
-        if self.side_losses not in ("stock", "follow"):
-            raise AggregationError(
-                f"got side_losses {self.side_losses!r}, expected stock or follow"
-            )
+        for name, kinds in (
+            ("empty_step", EmptyStep),
+            ("side_losses", SideLosses),
+            ("guards", Guards),
+        ):
+            first, second = get_args(kinds)
+            if getattr(self, name) not in (first, second):
+                got = getattr(self, name)
+                raise AggregationError(f"got {name} {got!r}, expected {first} or {second}")
         for name in ("probe", "rejects_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise AggregationError(f"got {name} {getattr(self, name)!r}, expected a bool")

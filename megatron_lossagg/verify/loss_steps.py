@@ -234,10 +234,13 @@ def _times(output: Tensor, factor: Tensor) -> Tensor:
 
 
 def _assigned(num_sequences: int, dp: int, m: int) -> list[tuple[int, int]]:
-    """Assign sequences to ranks and microbatches, unevenly, and at least one to each."""
+    """Assign sequences to ranks and microbatches: one to each, and of the others more to earlier
+    ranks, so that no count of a rank is every rank's.
+    """
     slots = [(rank, number) for number in range(m) for rank in range(dp)]
-    rest = num_sequences - len(slots)
-    return slots + [slots[at * at % len(slots)] for at in range(rest)]
+    ranks = [rank for rank in range(dp) for _ in range(dp - rank)]
+    rest = range(num_sequences - len(slots))
+    return slots + [(ranks[at % len(ranks)], at * at % m) for at in rest]
 
 
 def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighed]) -> LossCase:

@@ -14,9 +14,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_lossagg.contract.scaling import LossScaling
+from megatron_lossagg.contract.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.job import Event, RanksTimedOut, first_failure, launched
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -161,7 +162,7 @@ def check_loss(
             ``microbatch``: each column of ``batch``, of tokens like ``output``, padded with 0, of
             sequences ``[S]``; ``sequence``, the number of each token's sequence; ``cu_seqlens``,
             int32 ``[S + 1]``, before slicing; ``step``, all microbatches of this rank.
-        batch: At least 6 sequences, as mappings: ``loss_mask`` and every other column of tokens as
+        batch: At least 7 sequences, as mappings: ``loss_mask`` and every other column of tokens as
             lists, arrays or tensors of one length, columns of sequences as numbers; ``output`` is
             drawn if it is left out. Or ``pkg.mod:name`` of a function that returns them. None: 12
             sequences of ``loss_mask``. Only if the loss is linear in ``output``, with equal
@@ -188,10 +189,10 @@ def check_loss(
         ...     check = check_loss("my_losses:policy", sequences, loss_scaling="per_token")
         ... except ValueError as error:
         ...     print(error)
-        batch: got 5 sequences, expected at least 6, one for each microbatch of the largest split
+        batch: got 5 sequences, expected at least 7: one more than microbatches of the largest split
     """
-    scalings = (loss_scaling,) if isinstance(loss_scaling, str) else tuple(loss_scaling)
-    layouts = [_checked_split(Parallelism(**split)) for split in splits]
+    scalings = _checked_scalings(loss_scaling)
+    layouts = _checked_splits(splits)
     job = LossJob(
         path=_path_of(loss_func),
         batch=batch if batch is None or isinstance(batch, str) else checked_batch(batch, layouts),
@@ -223,11 +224,12 @@ def checked_batch(
     batch: Sequence[Mapping[str, Any]], splits: Sequence[Parallelism]
 ) -> list[dict[str, Tensor]]:
     """Return a batch's sequences with tensors as columns, or raise :class:`ProofError`."""
-    needed = max(split.dp * max(split.m_of_ranks) for split in splits)
-    if len(batch) < needed:
+    needed = 1 + max(split.dp * max(split.m_of_ranks) for split in splits)
+    if not isinstance(batch, Sequence) or len(batch) < needed:
+        got = number_of(len(batch), "sequence") if isinstance(batch, Sequence) else repr(batch)
         raise ProofError(
-            f"batch: got {number_of(len(batch), 'sequence')}, expected at least {needed}, one for "
-            "each microbatch of the largest split"
+            f"batch: got {got}, expected at least {needed}: one more than microbatches of the "
+            "largest split"
         )
     made = []
     for index, sequence in enumerate(batch):
@@ -257,21 +259,49 @@ def _column(value: Any) -> Tensor:
     import torch
 
     column = torch.as_tensor(value).detach().cpu()
+    if column.dtype == torch.bool:
+        return column
     return column.float() if column.is_floating_point() else column.long()
 
 
-def _checked_split(split: Parallelism) -> Parallelism:
-    sizes = (split.tp, split.pp, split.ep, split.vpp)
-    if sizes != (1, 1, 1, 1) or split.packing not in ("thd", "bshd"):
+def _checked_scalings(loss_scaling: object) -> tuple[LossScaling, ...]:
+    given = [loss_scaling] if isinstance(loss_scaling, str) else loss_scaling
+    if not isinstance(given, (list, tuple)) or not given or not {*given} <= {*LOSS_SCALINGS}:
+        raise ProofError(f"loss_scaling: got {loss_scaling!r}, expected one of {LOSS_SCALINGS}")
+    return tuple(given)
+
+
+def _checked_splits(splits: Sequence[Mapping[str, Any]]) -> list[Parallelism]:
+    if not splits:
+        raise ProofError(f"got no splits, expected some, such as {SPLITS[0]}")
+    return [_checked_split(split) for split in splits]
+
+
+def _checked_split(given: Mapping[str, Any]) -> Parallelism:
+    known = {"microbatches", "dp", "cp", "packing", "cp_partition"}
+    if not {*given} <= known or not isinstance(given.get("microbatches", 1), int):
         raise ProofError(
-            f"got the split {split}, expected dp, cp, microbatches and packing thd or bshd: a loss "
-            "function is checked without a model"
+            f"got the split {dict(given)}, expected {', '.join(sorted(known))}, with one number of "
+            "microbatches: a loss function is checked without a model"
         )
+    split = Parallelism(**given)
+    if split.packing not in ("thd", "bshd"):
+        raise ProofError(f"got the packing {split.packing!r}, expected thd or bshd")
     return split
 
 
 def _path_of(loss_func: Any) -> str:
     if isinstance(loss_func, str):
+        module, _, name = loss_func.partition(":")
+        try:
+            is_found = bool(name) and find_spec(module) is not None
+        except (ImportError, ValueError):
+            is_found = False
+        if not is_found:
+            raise ProofError(
+                f"loss_func: got {loss_func!r}, expected pkg.mod:name of a module that is found "
+                "from here: correct it, or set PYTHONPATH"
+            )
         return loss_func
     module, name = getattr(loss_func, "__module__", ""), getattr(loss_func, "__qualname__", "")
     if module in ("", "__main__") or not name.isidentifier():

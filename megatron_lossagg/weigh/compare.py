@@ -221,8 +221,9 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
             name=its[0].name,
             tokens=sum(part.tokens for part in its),
             weight_sum=factor * sum(part.weight_sum for part in its),
-            weight_min=factor * min(part.weight_min for part in its),
-            weight_max=factor * max(part.weight_max for part in its),
+            # A NaN of one part stays one, wherever it stands.
+            weight_min=factor * float(np.min([part.weight_min for part in its])),
+            weight_max=factor * float(np.max([part.weight_max for part in its])),
         )
         for (dp_rank, microbatch, sequence), its in sorted(parts.items())
     ]

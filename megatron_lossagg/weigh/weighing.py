@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,6 +24,7 @@ from megatron_lossagg.errors import ContractError, LossAggregationError, message
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import run_of
+from megatron_lossagg.weigh.listen import listen
 
 __all__ = ["LOSS", "Weighing"]
 
@@ -142,12 +142,8 @@ class Weighing:
         calls.append(heard)
         if not losses.requires_grad:
             return losses
-        # Of a copy: its node runs in the backward pass whatever is done to it in place, and not if
-        # a script asks torch.autograd.grad at the losses, which trains nothing.
-        listened = losses.clone()
-        node = listened.grad_fn
-        assert node is not None
-        node.register_prehook(partial(_keep, heard))
+        listened = losses.clone()  # whose node is of the losses only
+        listen(listened, heard.arrived)
         return listened
 
     def weighed(self) -> Weighed:
@@ -278,9 +274,3 @@ def _part(microbatch: int, heard: _Call, segment: int, weights: np.ndarray[Any, 
         weight_min=float(weights.min()),
         weight_max=float(weights.max()),
     )
-
-
-def _keep(heard: _Call, gradients: Sequence[Tensor | None]) -> None:
-    (gradient,) = gradients
-    if gradient is not None:
-        heard.arrived.append(gradient.detach().clone())

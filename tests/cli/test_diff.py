@@ -22,6 +22,9 @@ OTHER = {
     "weight_expected": 0.5,
     "version": "0.2.0",
     "coefficients": [0.5],
+    "counted": {"sequences": 7},
+    "ratios": [0.5, 2.0],
+    "warned": ["Finalized"],
 }
 """Values that may differ between runs that train the same loss."""
 

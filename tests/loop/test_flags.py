@@ -58,6 +58,7 @@ def test_the_set_of_flags_is_frozen():
         "--loss-aggregation-record",
         "--loss-aggregation-shadow",
         "--loss-aggregation-side-losses",
+        "--loss-aggregation-guards",
         "--loss-aggregation-rejects-tokens",
         "--loss-aggregation-reducer-path",
         "--loss-aggregation-weights-path",
@@ -89,7 +90,7 @@ def test_count_empty_is_read_both_ways(flag, kept):
 def test_an_option_of_the_run_changes_no_aggregation(name):
     flag = f"--loss-aggregation-{name.replace('_', '-')}"
     values = {"empty_step": ["error"], "record": ["a.jsonl"], "shadow": ["sample_mean"]}
-    values["side_losses"] = ["follow"]
+    values |= {"side_losses": ["follow"], "guards": ["warn"]}
     argv = [flag, *values.get(name, [])]
     assert read("--loss-aggregation", "token_mean", *argv) == Aggregation("token_mean")
     custom = read("--loss-aggregation-reducer-path", "math:fsum", *argv)

@@ -54,13 +54,23 @@ def test_a_mask_of_any_dtype_is_a_mask(dtype, device):
 
 
 @pytest.mark.parametrize("cp_rank", [0, 1])
-def test_a_rank_checks_the_values_that_it_holds(cp_rank):
+@pytest.mark.parametrize("rejects_tokens", [False, True])
+def test_every_rank_refuses_a_value_that_one_of_them_holds(cp_rank, rejects_tokens):
     mask = torch.ones(8)
     mask[3] = 0.5  # of the second chunk, which rank 1 holds
-    with pytest.raises(ReducerError, match="holds 0.5 at position 3" if cp_rank else "trains 7"):
-        checked(
-            a_plan([8], rejects_tokens=False), mask, "cpu", [0], thd(8, cp_size=2, cp_rank=cp_rank)
-        )
+    plan, layout = a_plan([8], rejects_tokens=rejects_tokens), thd(8, cp_size=2, cp_rank=cp_rank)
+    with pytest.raises(ReducerError, match="holds 0.5 at position 3"):
+        checked(plan, mask, "cpu", [0], layout)
+
+
+@DEVICES
+@pytest.mark.parametrize("value", [-1, -100, torch.nan])
+@pytest.mark.parametrize("rejects_tokens", [False, True])
+def test_a_value_that_is_not_0_or_1_is_refused_past_the_end_too(device, value, rejects_tokens):
+    plan = a_plan(rejects_tokens=rejects_tokens)
+    what = "at position 6" if device == "cpu" else "other numbers than 0 and 1 at 1 positions"
+    with pytest.raises(ReducerError, match=f"holds .*{what}: a mask is 0 or 1"):
+        checked(plan, [*MASK, value], device)
 
 
 def test_none_is_refused_as_a_mask():

@@ -25,6 +25,7 @@ MODE = ("--loss-aggregation", "token_mean")
         (("--loss-aggregation-record", "a.jsonl"), Options(record="a.jsonl")),
         (("--loss-aggregation-side-losses", "stock"), Options()),
         (("--loss-aggregation-side-losses", "follow"), Options(side_losses="follow")),
+        (("--loss-aggregation-guards", "warn"), Options(guards="warn")),
         (("--loss-aggregation-shadow", "token_mean"), Options(shadow=("token_mean",))),
         (
             ("--loss-aggregation-shadow", "constant:4096, trl:dr_grpo:8"),
@@ -52,6 +53,7 @@ def test_arguments_without_the_flags_have_the_defaults():
         ("rejects_tokens", 1),
         ("record", 3),
         ("side_losses", "mean"),
+        ("guards", "off"),
         ("shadow", 3),
         ("shadow", ["token_mean", "token_mean"]),
     ],

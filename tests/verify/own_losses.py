@@ -113,3 +113,36 @@ def sequences(number=12, lengths=(5, 9, 3, 8, 4, 7)):
             }
         )
     return made
+
+
+def samples_of_a_rank(microbatch, output):
+    """A mean of sample means over this rank's own number of sequences."""
+    from megatron.core import parallel_state
+
+    mask, sequence = microbatch["loss_mask"].flatten(), microbatch["sequence"].flatten()
+    tokens = torch.zeros(len(microbatch["cu_seqlens"]) - 1).index_add(0, sequence, mask)
+    tokens = all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    own = sum(len(each["cu_seqlens"]) - 1 for each in microbatch["step"])
+    k = len(microbatch["step"]) * parallel_state.get_context_parallel_world_size()
+    loss = (output.flatten() * mask / tokens.clamp(min=1)[sequence]).sum() / own * k
+    return loss, torch.ones((), dtype=torch.int), {}
+
+
+def nan_on_one_rank(microbatch, output):
+    """A right mean whose gradient is NaN on the last context-parallel rank, at CP above 1."""
+    from megatron.core import parallel_state
+
+    loss, num_tokens, report = global_mean(microbatch, output)
+    is_last = parallel_state.get_context_parallel_rank() > 0
+    return loss * (float("nan") if is_last else 1.0), num_tokens, report
+
+
+def of_selected(microbatch, output):
+    """The sum over tokens that a bool mask selects, per token."""
+    losses = output[microbatch["loss_mask"]]
+    return losses.sum(), torch.tensor(len(losses), dtype=torch.int), {}
+
+
+def bool_masks():
+    """Return sequences whose masks are bool."""
+    return [{**one, "loss_mask": torch.tensor(one["loss_mask"]) > 0} for one in sequences(7)]

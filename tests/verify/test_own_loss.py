@@ -45,12 +45,34 @@ def test_stock_is_named_a_mean_per_microbatch_in_one_scaling_and_passes_in_the_o
 
 @pytest.mark.launches
 def test_the_weights_are_those_of_a_loop_over_tokens():
-    """One sequence of n tokens in each microbatch: its tokens weigh 1 / (M n), not 1 / N."""
-    batch = sequences(3)
+    """Tokens of a microbatch of n weigh 1 / (M n), not 1 / N; the first has two sequences."""
+    batch = sequences(4)
     n_s = [sum(1 for m in sequence["loss_mask"] if m) for sequence in batch]
-    relative = [sum(n_s) / (3 * n) for n in n_s]
+    relative = [sum(n_s) / (3 * n) for n in (n_s[0] + n_s[3], n_s[1], n_s[2])]
     (case,) = checked("pretrain_gpt", batch, splits=[M3]).cases
     assert (case.smallest, case.largest) == pytest.approx((min(relative), max(relative)), rel=1e-5)
+
+
+@pytest.mark.launches
+def test_a_count_of_one_rank_in_place_of_all_is_found():
+    """Ranks have different numbers of sequences."""
+    check = checked("samples_of_a_rank", sequences(7), splits=[DP2, CP2])
+    of_dp, of_cp = check.cases
+    assert not of_dp.passed
+    assert of_cp.passed
+
+
+@pytest.mark.launches
+def test_a_gradient_that_is_not_finite_is_no_pass():
+    check = checked("nan_on_one_rank", splits=[M3, CP2])
+    assert [case.passed for case in check.cases] == [True, False]
+    assert check.cases[1].measured.startswith("not finite")
+
+
+@pytest.mark.launches
+def test_a_bool_column_stays_one():
+    check = checked("of_selected", "own_losses:bool_masks", loss_scaling="per_token", splits=[M3])
+    assert check.passed, check
 
 
 @pytest.mark.launches
@@ -88,7 +110,7 @@ def test_a_sum_that_knows_no_sizes_is_off_by_them():
 def test_a_mean_of_sample_means_is_named():
     (m3, dp2) = checked("mean_of_samples", splits=[M3, DP2]).cases
     assert [*m3.causes] == ["a mean of one sample mean per microbatch"]
-    assert dp2.passed  # six sequences on each rank
+    assert [*dp2.causes] == [*m3.causes]  # eight sequences on one rank, four on the other
 
 
 @pytest.mark.launches
@@ -156,11 +178,18 @@ def test_options_of_a_model_or_a_mode_are_refused(flags, words, capsys):
     ("arguments", "words"),
     [
         ({"loss_func": lambda microbatch, output: None}, "expected a function of a module"),
-        ({"batch": sequences(5)}, "got 5 sequences, expected at least 6"),
-        ({"batch": [{"loss_mask": [1.0]}] * 5 + [{"mask": [1.0]}]}, "in sequence 5"),
-        ({"batch": [{"loss_mask": [1.0], "reward": [1.0, 2.0]}] * 6}, "['reward']"),
-        ({"batch": [{"loss_mask": [1.0], "step": 1}] * 6}, "got the column 'step'"),
-        ({"splits": [{"tp": 2}]}, "got the split TP 2, M 3"),
+        ({"batch": sequences(5)}, "got 5 sequences, expected at least 7"),
+        ({"batch": [{"loss_mask": [1.0]}] * 6 + [{"mask": [1.0]}]}, "in sequence 6"),
+        ({"batch": [{"loss_mask": [1.0], "reward": [1.0, 2.0]}] * 7}, "['reward']"),
+        ({"batch": [{"loss_mask": [1.0], "step": 1}] * 7}, "got the column 'step'"),
+        ({"batch": iter(sequences(7))}, "expected at least 7"),
+        ({"splits": [{"tp": 2}]}, "got the split {'tp': 2}, expected cp, cp_partition, dp"),
+        ({"splits": [{"microbatches": (2, 3)}]}, "with one number of microbatches"),
+        ({"splits": [{"packing": "gathered"}]}, "got the packing 'gathered'"),
+        ({"splits": []}, "got no splits"),
+        ({"loss_scaling": "per-token"}, "loss_scaling: got 'per-token', expected one of"),
+        ({"loss_scaling": None}, "loss_scaling: got None"),
+        ({"loss_func": "no_such_module:loss"}, "expected pkg.mod:name of a module that is found"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_process_starts(arguments, words):

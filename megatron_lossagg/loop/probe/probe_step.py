@@ -77,7 +77,7 @@ class ProbeStep:
             loss_scaling=self.aggregator.loss_scaling,
             plan=plan,
             num_microbatches=self.num_microbatches,
-            is_guarded=False,  # the live model's gradients are not the probe's
+            guards=None,  # the live model's gradients are not the probe's
         )
 
         def loss_func(m: int, output: Tensor) -> Outputs:

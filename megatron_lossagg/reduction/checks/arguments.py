@@ -15,8 +15,9 @@ from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.integers import Ints, IntsLike, checked_integers, first_few
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.segments import PADDING
+from megatron_lossagg.reduction.sequences import CheckedSequences
 
-__all__ = ["check_one_microbatch", "checked_mask", "checked_sequences", "checked_weights"]
+__all__ = ["checked_mask", "checked_sequences", "checked_weights"]
 
 _MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -24,14 +25,20 @@ _MASK_DTYPES = (
 )
 
 
-def checked_sequences(sequences: IntsLike, layout: Layout, num_sequences: int) -> Ints:
-    """Return a microbatch's sequences, ``[G]``: each of this step, in one segment, or -1."""
+def checked_sequences(sequences: IntsLike, layout: Layout, planned: CheckedSequences) -> Ints:
+    """Return a microbatch's sequences, ``[G]``: each of this step, in one segment, or -1.
+
+    If microbatches were planned, all of one of them.
+    """
     sequences_G = checked_integers("sequences", sequences, ReducerError)
     if len(sequences_G) != layout.num_segments:
         raise ReducerError(
             f"got {len(sequences_G)} sequences for {layout.num_segments} segments of the layout "
             f"{layout.name}: one entry per segment, -1 for a padding sequence or padding segment"
         )
+    if planned.is_microbatch(sequences_G):
+        return sequences_G
+    num_sequences = len(planned.active_tokens)
     in_order = np.sort(sequences_G[sequences_G != PADDING])
     if len(in_order) and (in_order[0] < PADDING or in_order[-1] >= num_sequences):
         wrong = sequences_G[(sequences_G < PADDING) | (sequences_G >= num_sequences)][0]
@@ -46,10 +53,12 @@ def checked_sequences(sequences: IntsLike, layout: Layout, num_sequences: int) -
             f"sequence {doubled[0]} appears in {times} segments of one microbatch: a sequence is "
             "in one segment of one microbatch"
         )
+    if planned.microbatch is not None:
+        _check_one_microbatch(sequences_G, planned.microbatch)
     return sequences_G
 
 
-def check_one_microbatch(sequences_G: Ints, microbatch_S: Ints) -> None:
+def _check_one_microbatch(sequences_G: Ints, microbatch_S: Ints) -> None:
     """Refuse sequences that were not planned as one whole microbatch."""
     own_sequences = sequences_G[sequences_G != PADDING]
     planned = microbatch_S[own_sequences]

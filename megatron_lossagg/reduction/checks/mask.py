@@ -32,26 +32,21 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
     """Slice a mask and check it.
 
     Returns the mask that this rank keeps, bool ``[T]``, and its sums: both the check and what this
-    rank trains come from one cumulative sum. Each rank checks that the tokens it holds are 0 or 1;
-    the context-parallel ranks together hold them all.
+    rank trains come from one cumulative sum. Every context-parallel rank checks the whole mask, so
+    that all refuse it.
 
     Raises :class:`ReducerError`; for a CUDA mask when the step finishes. No collective, no host
     sync.
     """
-    value_T = held(mask_P, segments.layout)
-    is_bool = mask_P.dtype == torch.bool
-    keep_T = value_T == 1  # of a bool mask a copy, for the caller may use its memory again
-    has_all = len(keep_T) == len(mask_P)
-    sums = SegmentSums.of(keep_T if has_all else mask_P, segments.layout, torch.int32)
+    keep_P = mask_P == 1  # of a bool mask a copy, for the caller may use its memory again
+    sums = SegmentSums.of(keep_P, segments.layout, torch.int32)
     found = [sums.at_N]
-    if not is_bool:
-        found.append(value_T.count_nonzero())
-        if not has_all:
-            found.append(keep_T.count_nonzero())
+    if mask_P.dtype != torch.bool:
+        found.append(mask_P.count_nonzero())
     # On the CPU a value is named; a device does not keep the mask until it is read.
-    values = (value_T, keep_T) if value_T.device.type == "cpu" else None
+    values = (mask_P, keep_P) if mask_P.device.type == "cpu" else None
     faults.compare(found, partial(_describe, segments, values))
-    return keep_T, sums
+    return held(keep_P, segments.layout), sums
 
 
 def first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:
@@ -68,11 +63,8 @@ def _describe(
     """Describe values that are not 0 or 1, and then counts."""
     at_N, *nonzero = found
     num_segments = segments.layout.num_segments
-    if nonzero:
-        num = int(nonzero[0].item())
-        kept = int(nonzero[1].item() if len(nonzero) > 1 else at_N[num_segments + 1])
-        if num != kept:
-            return _describe_value(segments, num - kept, values)
+    if nonzero and (num := int(nonzero[0].item()) - int(at_N[num_segments + 1])):
+        return _describe_value(segments, num, values)
     missing_G1 = np.append(segments.counted, 0) - of_segments(at_N, num_segments)
     if missing_G1.any() and (fault := _describe_counts(segments, missing_G1)):
         return fault
@@ -85,9 +77,9 @@ def _describe_value(segments: Segments, num: int, values: tuple[Tensor, Tensor] 
     """Describe a mask's values that are not 0 or 1: the first, where it can be read."""
     what = f"other numbers than 0 and 1 at {num} positions"
     if values is not None:
-        value_T, keep_T = values
-        index = int((value_T != keep_T).nonzero()[0])
-        what = f"{value_T[index]:.9g} at position {segments.layout.positions[index]}"
+        value_P, keep_P = values
+        position = int((value_P != keep_P).nonzero()[0])
+        what = f"{value_P[position]:.9g} at position {position}"
     return (
         f"{segments.mask_name} holds {what}: a mask is 0 or 1; pass "
         "weights that the denominators count as token_weights= (--loss-aggregation-count "

@@ -1,0 +1,80 @@
+"""The guards of one step: which of them hears an event, and what happens with what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.reducer import Reducer
+
+__all__ = ["StepGuards"]
+
+_EVENTS = ("on_microbatch", "on_reduce", "on_first_outputs", "on_outputs", "on_finalize")
+
+
+class StepGuards:
+    """The guards of a step, each told of the events whose method it overrides.
+
+    It keeps the step's facts, and not the step. ``only_warns``: what a guard finds is warned of
+    once in a process and noted, and the step goes on; else it is raised.
+    """
+
+    def __init__(self, guards: Sequence[Guard], facts: StepFacts, *, only_warns: bool) -> None:
+        self.guards = guards
+        self._facts = facts
+        self._only_warns = only_warns
+        self._warned: set[str] = set()
+        self._heard = {event: _heard(guards, event) for event in _EVENTS}
+        facts.plan.state.faults.on_guard = self._warn if only_warns else None
+
+    def tell(self, event: str, *details: Any) -> None:
+        """Tell them of an event; raises the :class:`ContractError` of one."""
+        for guard, hears in self._heard[event]:
+            try:
+                hears(self._facts, *details)
+            except ContractError as error:
+                if not (self._only_warns and guard.may_only_warn):
+                    raise
+                self._warn(guard.name, str(error))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def reduced(self, reducer: Reducer, losses: Tensor, partial_loss: Tensor) -> None:
+        """Tell them of ``on_reduce``; a compiled loss_func may call a reducer as it is."""
+        self.tell("on_reduce", reducer, losses, partial_loss)
+
+    def finish(self) -> str:
+        """Say what ends the step on this rank, empty if nothing does."""
+        for guard in self.guards:
+            if fault := guard.on_finish(self._facts):
+                if not self._only_warns:
+                    return fault
+                self._warn(guard.name, fault)
+        return ""
+
+    def together(self, *, has_failed: bool) -> None:
+        """Compare with other ranks; see :meth:`Guard.together`."""
+        for guard in self.guards:
+            guard.together(self._facts, has_failed=has_failed)
+
+    def recorded(self) -> Mapping[str, Any]:
+        """Return what the guards give the record, and which of them only warned."""
+        found = {name: value for guard in self.guards for name, value in guard.recorded().items()}
+        return {**found, "warned": sorted(self._warned)}
+
+    def _warn(self, guard: str, fault: str) -> None:
+        self._warned.add(guard)
+        warn_once(f"guard {guard}", f"{guard}: {fault} (--loss-aggregation-guards warn)")
+
+
+def _heard(guards: Sequence[Guard], event: str) -> list[tuple[Guard, Callable[..., None]]]:
+    return [
+        (guard, getattr(guard, event))
+        for guard in guards
+        if getattr(type(guard), event) is not getattr(Guard, event)
+    ]

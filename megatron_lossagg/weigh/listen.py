@@ -1,0 +1,29 @@
+"""Listen at a tensor: which gradients arrive there in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+__all__ = ["listen"]
+
+
+def listen(tensor: Tensor, arrived: list[Tensor]) -> bool:
+    """Append to ``arrived`` a copy of each gradient that arrives at a tensor with a graph.
+
+    Whatever is done to the tensor in place afterwards, and not what ``torch.autograd.grad`` is
+    asked for there, which trains nothing: the hook is the node's that made it. Returns whether it
+    has such a node. No host sync.
+    """
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_prehook(partial(_keep, arrived, tensor.output_nr))
+    return node is not None
+
+
+def _keep(arrived: list[Tensor], number: int, gradients: Sequence[Tensor | None]) -> None:
+    gradient = gradients[number]
+    if gradient is not None:
+        arrived.append(gradient.detach().clone())

@@ -1,0 +1,57 @@
+"""Runs each fault of a running step under ``guards="warn"``; says whether it trains on, warned."""
+
+import functools
+import itertools
+import re
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch.distributed as dist
+from fault_table import IN_A_STEP, LAYOUTS
+from guard_worker import PROGRAMS
+from training_steps import Training, begin, each_told
+
+from megatron_lossagg import LossAggregationError, LossAggregator, Options
+from megatron_lossagg.reduction import faults
+from megatron_lossagg.verify.world import split_world
+
+STAYS = {
+    "a microbatch of an earlier call": RuntimeError,  # torch's: its graph is used twice
+    "an evaluation that trains": LossAggregationError,  # nothing is trained otherwise
+}
+"""Faults that end the step all the same; and those of Split, which checks what was passed."""
+OTHERS = ("a rank that failed by itself", "a custom reducer through numpy", "dropped at M 1")
+"""Programs with an aggregator of their own, or with a second fault."""
+
+
+def check(row):
+    training = Training(LAYOUTS[row.layout], per_token=row.per_token)
+    options = Options(probe=False, guards="warn")
+    training.aggregator = LossAggregator(training.chunks, "sample_mean", options=options)
+    faults._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = LossAggregationError if row.guard == "Split" else STAYS.get(row.fault)
+        with nullcontext() if error is None else pytest.raises(error):
+            PROGRAMS[row.program](training, *row.arguments)
+    if error is not None:
+        return
+    found = [str(one.message) for one in caught if "guards warn" in str(one.message)]
+    if dist.get_rank() in row.ranks:
+        assert any(re.search(row.message, one, re.DOTALL) for one in found), found
+    assert len({one.split(":")[0] for one in found}) == len(found)
+
+
+def main():
+    begin()
+    kept = [row for row in IN_A_STEP if not row.fault.endswith(OTHERS)]
+    in_order = sorted(kept, key=lambda row: row.layout)
+    for layout, rows in itertools.groupby(in_order, lambda row: row.layout):
+        with split_world(LAYOUTS[layout]):
+            for row in rows:
+                each_told(str(row), functools.partial(check, row))
+
+
+if __name__ == "__main__":
+    main()
