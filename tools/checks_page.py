@@ -1,4 +1,4 @@
-"""Prints ``docs/checks.md`` from the code: ``python -m tools.checks_page``.
+"""Prints ``docs/reference/checks.md`` from the code: ``python -m tools.checks_page``.
 
 Of a check the page has the first sentence of its docstring, of a guard what it catches and costs.
 A test compares the page with what is printed.
@@ -28,15 +28,15 @@ from megatron_lossagg.reduction import checks  # noqa: E402
 
 __all__ = ["PAGE", "page"]
 
-PAGE = ROOT / "docs" / "checks.md"
+PAGE = ROOT / "docs" / "reference" / "checks.md"
 _AT_THE_START = {
-    "contract.megatron_options": f"[{len(OPTIONS)} conditions](compatibility.md#options)",
+    "contract.megatron_options": f"[{len(OPTIONS)} conditions](options.md)",
     "contract.live:checked_loss_scaling": "refused: a wrapper that is not Megatron-Core's "
     "DDP, a release before 0.13",
     "contract.groups:LiveGroups.of": "",
-    "guards.frozen": "[what](megatron-contract.md#frozen-and-live)",
+    "guards.frozen": "[what](../megatron-contract.md#frozen-and-live)",
     "guards.agreement": "",
-    "loop.probe": "[how](megatron-contract.md#the-probe)",
+    "loop.probe": "[how](../megatron-contract.md#the-probe)",
 }
 """Modules or functions, and where more is said of them."""
 _EVENTS = {
@@ -54,12 +54,13 @@ _PAGE = """\
 # What is checked
 
 A *refusal* stops a step before it begins, a *check* looks at a value, a *guard* at a running step.
-Only the probe can be switched off. `python -m tools.checks_page` prints this page from the code.
+Only the probe can be switched off; `--loss-aggregation-guards warn` turns what a guard finds into
+a warning. `python -m tools.checks_page` prints this page from the code.
 
 ## When a run starts
 
 `LossAggregator(...)` raises on every rank what it finds on one
-([what it communicates](collectives.md#collectives-and-host-syncs)).
+([what it communicates](../collectives.md#collectives-and-host-syncs)).
 
 {start}
 
@@ -74,7 +75,7 @@ compare M.
 ## Values
 
 The algebra calls these checks, with and without a step. On the CPU they raise immediately. What
-they find on a device is raised [when the step finishes](collectives.md#faults-on-a-device).
+they find on a device is raised [when the step finishes](../collectives.md#faults-on-a-device).
 
 {values}
 

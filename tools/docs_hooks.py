@@ -1,6 +1,6 @@
 """MkDocs hooks of the site: paths, addresses, descriptions, maths, checks of what was built.
 
-A page links to ``math.md``, ``../examples/drgrpo/README.md`` or ``patches/x.patch`` as GitHub wants
+A page links to ``verify.md``, ``../examples/pairs.py`` or ``patches/x.patch`` as GitHub wants
 it. MkDocs knows only what is in ``docs/``, by its path there. So :func:`on_files` names every file
 by its path from the top of the repository, where such links mean the same, and adds the files
 outside ``docs/`` that the navigation and pages name: Markdown as a page, anything else as it is.
@@ -8,7 +8,7 @@ Then no link is rewritten, and ``--strict`` checks all of them.
 
 Pages are written for GitHub too. An alert (``> [!WARNING]``) and a quotation that begins with a
 title of :data:`_ALERTS` become admonitions, ``<details>`` and numbered items that are indented by
-three spaces may hold Markdown, and a link that reads ``math.md`` takes that page's title.
+three spaces may hold Markdown, and a link that reads ``verify.md`` takes that page's title.
 Docstrings are written for a terminal: ``:class:`X``` and ``::`` of reStructuredText are removed.
 """
 
@@ -55,7 +55,7 @@ _STEPS = re.compile(r"^\d+\. .*\n(?:[ \t]*\n|\d+\. .*\n| {2,}.*\n)*", re.MULTILI
 _NAME_OF_FILE = re.compile(r'<a href="([^"#]+)(#[^"]*)?">(?:<code>)?[\w./-]+\.md(?:</code>)?</a>')
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _LONGEST_DESCRIPTION = 160
-_FOR_MAINTAINERS = ("CHANGELOG", "CONTRIBUTING", "docs/decisions", "docs/testing")
+_FOR_MAINTAINERS = ("CHANGELOG", "CONTRIBUTING", "docs/decisions", "tests/public_failures")
 """Beginnings of the paths of pages that the search shows after the others."""
 
 

@@ -17,7 +17,7 @@
 #
 # Each Python: README's own lines that install and verify, and the tests that start no process, on the
 # torch and the megatron-core that those lines installed. The table at the end is for
-# docs/compatibility.md. Exit status 1 if a Python failed, or if none ran.
+# docs/evidence.md. Exit status 1 if a Python failed, or if none ran.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

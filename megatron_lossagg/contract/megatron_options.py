@@ -1,6 +1,6 @@
 """Which options of Megatron are refused: they change who holds a token or how a loss is scaled.
 
-:func:`check_options` rejects what a live object sets. The table of ``docs/compatibility.md`` has
+:func:`check_options` rejects what a live object sets. ``docs/reference/options.md`` has
 these options, others that need no refusal, and the release that brought each. A test compares the
 two. What only a step can refuse is in ``guards/before.py``, a layout that is not the model's in
 ``guards/split.py``, what a framework cannot do in the framework's file of ``integrations/``.

@@ -1,7 +1,7 @@
 """What each step checks: one file per guard, and the table of them all.
 
 A guard costs its file, a line of this table, and its cases in ``tests/guards``: none of the
-algebra's code. ``docs/checks.md`` is printed from here and lists everything that is checked.
+algebra's code. ``docs/reference/checks.md`` is printed from here and lists all that is checked.
 
 No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
 and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook, and

@@ -1,8 +1,8 @@
 """Plan a step whose data is read while it trains: read, copy, count, plan, replay.
 
-A weight may need counts of the whole step (``docs/math.md``, "What each mode must know"). A loop
-that reads each microbatch just before it runs may refill one buffer with all of them, so what is
-read ahead is copied.
+A weight may need counts of the whole step (``docs/which-mode.md``, "What each mode must know"). A
+loop that reads each microbatch just before it runs may refill one buffer with all of them, so what
+is read ahead is copied.
 """
 
 from __future__ import annotations

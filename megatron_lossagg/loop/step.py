@@ -348,7 +348,7 @@ class Step:
 
         Every sequence and microbatch arrived (on the last pipeline stage, the only one that calls
         loss_func), no guard of :data:`megatron_lossagg.guards.GUARDS` and no check on a device
-        found a fault: ``docs/checks.md`` lists them in full. Raises :class:`ContractError` or
+        found a fault: ``docs/reference/checks.md`` lists them all. Raises :class:`ContractError` or
         :class:`ReducerError` on this rank. One host sync for each device that recorded something;
         with context parallelism one all-gather over its group; with ``Options.record`` one over
         data- and context-parallel ranks. ``with`` calls it.

@@ -53,7 +53,7 @@ _EMPTY_LEAVES = "a fully masked sample does not count"
 _TUNIX = "from main c7d8950f on"
 _RLINF_SEQUENCES = f"{_EQUALLY_MANY} and use_valid_token_scale is off"
 
-# Sources: the systems' own code, listed with commits in docs/evidence.md.
+# Sources: the systems' own code, listed with commits in docs/reference/names.md.
 ALIASES: dict[str, Alias] = {
     # Papers: docs/decisions/0065-names-of-papers.md.
     "dr_grpo": Alias("constant", "L = the longest response that generation allows"),

@@ -3,7 +3,7 @@
 ``weights.py`` divides by a mode's denominator, whose counts are of ``mode_counts.py``.
 CONTRIBUTING.md lists what one more mode costs.
 
-Symbols (``docs/math.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
+Symbols (``docs/which-mode.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
 n_p, its sample's group n_c; the step has N active tokens, B samples and P prompts; sample b
 has R_b sequences, group c has k_c samples; M microbatches on this rank, DP data-parallel ranks; the
 divisor is L or C. Every mode is one weight per sequence::
@@ -55,7 +55,7 @@ class Mode:
 
     @property
     def formula(self) -> str:
-        """w_s in the letters of ``docs/math.md``, such as ``1/(B L)``."""
+        """w_s in the letters of ``docs/which-mode.md``, such as ``1/(B L)``."""
         return self.weight.format(B="B", P="P", L="L", C="C", a="a")
 
 

@@ -74,3 +74,53 @@ def test_no_page_installs_from_an_index_or_clones_from_an_address_that_is_not_th
         pytest.skip("there is an address")
     found = re.search(r"pip install [^`\n]*megatron-lossagg|git clone <", page.read_text())
     assert found is None, "write pip install ., in a checkout"
+
+
+def linked(pages):
+    """The pages that some pages link to, and these pages."""
+    found = set(pages)
+    for page in pages:
+        paths = (link.partition("#")[0] for link in LINK.findall(FENCE.sub("", page.read_text())))
+        found |= {(page.parent / path).resolve() for path in paths if path.endswith(".md")}
+    return {page for page in found if page.is_file()}
+
+
+def test_every_page_but_a_decision_is_two_clicks_from_the_first():
+    pages = {page for page in DOCS.rglob("*.md") if not page.name.startswith("0")}
+    assert not pages - linked(linked([ROOT / "README.md"]))
+
+
+def words_of(pages):
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def test_the_pages_stay_short():
+    """What is printed from the code, or quoted by tests, is in the reference."""
+    own = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    assert words_of([*DOCS.glob("*.md"), *(DOCS / "integrations").glob("*.md"), *own]) <= 20_000
+    assert words_of((DOCS / "decisions").glob("*.md")) <= 5_000
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "decisions").glob("0*.md")), ids=name_of)
+def test_a_decision_is_one_short_paragraph(page):
+    title, text = page.read_text().split("\n\n")
+    assert title.startswith("# 0")
+    assert len(text.split()) <= 120
+
+
+SECTIONS = [
+    "## What a sample is",
+    "## What is not covered",
+    "> **What you would get silently wrong**",
+    "## Weigh it",
+]
+NO_FRAMEWORK = ("README", "aliases", "integration")
+FRAMEWORKS = [p for p in (DOCS / "integrations").glob("*.md") if p.stem not in NO_FRAMEWORK]
+
+
+@pytest.mark.parametrize("page", sorted(FRAMEWORKS), ids=name_of)
+def test_a_frameworks_page_says_in_one_order_what_all_say(page):
+    """First the line that turns it on; longer matter stands below a rule."""
+    lines = page.read_text().split("\n---\n")[0].splitlines()
+    assert [line for line in lines if line.startswith(("## ", "> **What"))] == SECTIONS
+    assert lines.index(SECTIONS[0]) > min(n for n, line in enumerate(lines) if line[:3] == "```")

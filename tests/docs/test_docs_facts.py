@@ -15,6 +15,7 @@ from reducing import a_step
 import megatron_lossagg
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.cli.main import _parser, main
+from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.integrations import verl
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.flags import aggregation_from_args
@@ -25,20 +26,9 @@ from megatron_lossagg.reduction.totals import StepTotals
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import checks_page  # noqa: E402  of tools/
+import names_page  # noqa: E402  of tools/
 
 DOCS = ROOT / "docs"
-SYSTEMS = {
-    "Papers": "",
-    "Megatron-LM": "megatron",
-    "verl": "verl",
-    "SkyRL": "skyrl",
-    "TRL": "trl",
-    "slime": "slime",
-    "miles": "miles",
-    "open-instruct": "open-instruct",
-    "NeMo-RL": "nemo-rl",
-    "Others": "",
-}
 COUNTED = {"sample_mean", "prompt_mean", "constant", "sample_sum"}
 """Modes whose denominator has B or P."""
 
@@ -50,41 +40,34 @@ def tables_by_section(page):
         yield section.splitlines()[0], [[c.strip() for c in r.split(" | ")] for r in rows]
 
 
-COMING_FROM = dict(tables_by_section(DOCS / "coming-from.md"))
-SETTINGS = [(system, *row) for system, rows in COMING_FROM.items() for row in rows]
-
-
-SOMETIMES = [name for name, alias in ALIASES.items() if {"if", "from"} & {*alias.note.split()}]
-
-
-@pytest.mark.parametrize("name", SOMETIMES)
-def test_no_loss_is_called_unchanged_that_its_system_trains_only_sometimes(name):
-    (says,) = [row[-1] for row in SETTINGS if row[2].strip("`") == name]
-    assert says not in ("unchanged", "as read")
-
-
-@pytest.mark.parametrize(
-    ("system", "name", "divisor", "empty"),
-    [(system, name.strip("`"), divisor, empty) for system, _, name, divisor, empty, *_ in SETTINGS],
-)
-def test_a_setting_of_another_system_is_taken_by_our_flags(system, name, divisor, empty, capsys):
-    flags = ["--loss-aggregation", name]
-    flags += [] if divisor == "-" else ["--loss-aggregation-divisor", "16384"]
+@pytest.mark.parametrize("name", ALIASES)
+def test_a_name_of_another_system_is_taken_by_our_flags(name, capsys):
+    alias = ALIASES[name]
+    needs = MODES[alias.mode].divisor == "required"
+    flags = ["--loss-aggregation-divisor", "16384"] if needs else []
     parser = add_loss_aggregation_args(argparse.ArgumentParser())
-    aggregation = aggregation_from_args(parser.parse_args(flags))
-    assert aggregation.count_empty == (empty != "leave")
-    assert (aggregation.mode in COUNTED) == (empty != "-")
-    rule = MODES[aggregation.mode].divisor
-    assert rule != "required" or divisor not in ("-", "optional")
-    if ":" in name and SYSTEMS[system]:
-        assert name.split(":")[0] == SYSTEMS[system]
-    assert main(["explain", name, *flags[2:]]) == 0
-    assert capsys.readouterr().out.startswith(f"{aggregation.mode}: w_s = ")
+    aggregation = aggregation_from_args(parser.parse_args(["--loss-aggregation", name, *flags]))
+    assert aggregation.mode == alias.mode
+    assert aggregation.count_empty == alias.count_empty
+    assert alias.count_empty or alias.mode in COUNTED
+    assert main(["explain", name, *flags]) == 0
+    assert capsys.readouterr().out.startswith(f"{alias.mode}: w_s = ")
 
 
-def test_every_alias_is_on_the_page():
-    assert list(COMING_FROM) == list(SYSTEMS)
-    assert {name.strip("`") for _, _, name, *_ in SETTINGS} & ALIASES.keys() == ALIASES.keys()
+def test_the_names_of_papers_on_the_page_are_accepted():
+    (section,) = re.findall(
+        r"^### Papers\n(.*?)^#", (DOCS / "which-mode.md").read_text(), re.M | re.S
+    )
+    accepted, refused = section.split(" are accepted. ")
+    assert {*re.findall(r"`(\w+)`", accepted)} < {name for name in ALIASES if ":" not in name}
+    with pytest.raises(AggregationError, match=r"names two losses: token_mean.* and prompt_mean"):
+        Aggregation(re.findall(r"^`(\w+)` is refused", refused)[0])
+
+
+def test_the_names_that_move_are_names():
+    named = re.findall(r"`([\w-]+:[\w=-]+)`", (DOCS / "which-mode.md").read_text())
+    assert named
+    assert {*named} <= ALIASES.keys()
 
 
 def names_that_are_reported():
@@ -133,7 +116,7 @@ def test_the_output_of_explain_on_a_page_is_what_it_prints(page, capsys, tmp_pat
     blocks = re.findall(
         r"^( *)```text\n *\$ lossagg (explain [^\n]+)\n(.*?)^ *```", text, re.M | re.S
     )
-    assert blocks or page.name not in ("which-mode.md", "own-mode.md")
+    assert blocks or page.name not in ("which-mode.md", "own-loop.md")
     for indent, command, output in blocks:
         assert main(command.split()) == 0
         printed = capsys.readouterr().out
@@ -204,6 +187,23 @@ def test_examples_and_pages_import_a_public_name_from_the_package_itself():
 
 def test_the_page_of_checks_is_what_the_code_prints():
     assert checks_page.PAGE.read_text() == checks_page.page(), "run python -m tools.checks_page"
+
+
+def test_the_page_of_names_is_what_the_code_prints():
+    assert names_page.PAGE.read_text() == names_page.page(), "run python -m tools.names_page"
+
+
+def test_what_ran_names_the_releases_that_the_tests_fetch_and_install():
+    """The page says which, the scripts fetch them; Megatron-LM's commit is its tag there."""
+    page = (DOCS / "evidence.md").read_text()
+    script = (ROOT / "tools" / "fetch_frameworks.sh").read_text()
+    fetched = dict(re.findall(r'^    "(\S+) \S+ ([0-9a-f]{40})"$', script, re.M))
+    assert fetched.pop("Megatron-LM").startswith("55ac7082")
+    for name, commit in fetched.items():
+        assert commit[:8] in page, name
+    installed = (ROOT / "tests" / "integrations" / "requirements.txt").read_text()
+    for name, release in re.findall(r"^(\S+)==(\S+)$", installed.split("\n\n")[0], re.M):
+        assert re.search(rf"\[{name}\]\S* \| [^|]*{re.escape(release)}", page, re.I), name
 
 
 PACKAGE = ROOT / "megatron_lossagg"

@@ -21,15 +21,13 @@ def test_the_same_pythons_are_declared_tried_and_listed():
     written = ", ".join(f'"{version}"' for version in declared)
     assert f"python: [{written}]" in read(".github/workflows/newest.yml")
     assert f"VERSIONS=({' '.join(declared)})" in read("launch/ci/machine.sh")
-    for page in ("README.md", "CONTRIBUTING.md", "docs/compatibility.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "docs/evidence.md"):
         assert re.findall(r"Python (3\.\d+ to 3\.\d+)", read(page)) == [f"{first} to {last}"]
     tried = re.findall(
         r'python: "?\[?((?:"?3\.\d+"?(?:, )?)+)', read(".github/workflows/check.yml")
     )
     assert {*re.findall(r"3\.\d+", " ".join(tried))} == {*declared}
-    rows = re.findall(
-        r"^\| \d{4}-\d\d-\d\d \| (3\.\d+)\.\d+ \|", read("docs/compatibility.md"), re.M
-    )
+    rows = re.findall(r"^\| \d{4}-\d\d-\d\d \| (3\.\d+)\.\d+ \|", read("docs/evidence.md"), re.M)
     assert rows
     assert {*rows} <= {*declared}
 

@@ -11,7 +11,7 @@ from conftest import TESTS, early, launched, new_folder
 from frameworks import checkout_of, needs
 
 ROOT = TESTS.parent
-PAGE = ROOT / "docs" / "without-megatron.md"
+PAGE = ROOT / "docs" / "own-loop.md"
 WORKER = "examples/open_instruct_worker.py"
 AVERAGED = "SFT, as finetune.py averages"
 CONFIGURED = ['GRPO, loss_denominator "token"', "GRPO, loss_denominator 64", "SFT, the token mean"]

@@ -1,6 +1,6 @@
 """Losses of other systems as their code computes them, and the mode that stands for each.
 
-Read at the commits of docs/evidence.md#aliases. Microbatches have equally many sequences, several
+Read at the commits of docs/reference/names.md. Microbatches have equally many sequences, several
 of them fully masked.
 """
 

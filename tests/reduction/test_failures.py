@@ -1,4 +1,4 @@
-"""Public failures, one test for each of ``docs/testing.md``: its input shape, the reference's loss.
+"""Public failures of ``tests/public_failures.md``: the shape of each input, the reference's loss.
 
 A step runs over simulated ranks (``simulated_step.py``). ``test_gradients.py`` tests live
 Megatron-Core.

@@ -1,10 +1,10 @@
-"""The table of Megatron's options in ``docs/compatibility.md``, and whether a release agrees."""
+"""Megatron's options, as ``docs/reference/options.md`` has them, and whether a release agrees."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
 NOT_OF_A_CONFIG_CLASS = {"flextron"}
 """Set on the config by Megatron-LM's elastification."""
 

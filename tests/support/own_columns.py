@@ -1,4 +1,4 @@
-"""Weights functions that read columns of the caller's, as docs/own-mode.md has them."""
+"""Weights functions that read columns of the caller's, as docs/own-loop.md has them."""
 
 import numpy as np
 

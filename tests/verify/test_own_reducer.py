@@ -119,7 +119,7 @@ def test_a_reducer_that_trains_nothing_or_raises_is_named(reduce, message):
 def test_the_reducers_of_the_example_are_told_apart_by_their_gradients(
     name, passes, tmp_path, monkeypatch, capsys
 ):
-    """On Megatron's schedules; the command and its words are those of docs/own-reducer.md."""
+    """On Megatron's schedules; the command and its words are those of docs/own-loop.md."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("megatron_lossagg.verify.job.launch", fork_server().launch)
     path = f"examples.own_reducer:{name}"
