@@ -11,7 +11,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,8 @@ def plan_step(
         except PlanError as error:
             raise PlanError(f"{exchange.name()}: {error}") from None
     if plan.counts.is_empty:
-        _empty_step(options)
+        # If all are left out, another term may count them: no error.
+        _empty_step(replace(options, empty_step="zero") if plan.totals.active_tokens else options)
     check_divisor(plan)
     return plan
 

@@ -82,7 +82,8 @@ class Sequences:
             renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
             multiplies by it itself (``context.plan.sequences``).
         left_out: Which sequences leave every count, and weigh 0: bools, such as of groups without
-            a signal. An :class:`Aggregation` with ``count_left_out`` counts and trains them.
+            a signal. An :class:`Aggregation` with ``count_left_out`` counts and trains them. Their
+            losses are finite all the same: give them the advantage 0, and not 0 / 0.
         group: Id of the group c of the sequence's sample, such as prompt and sign of the
             advantage, global likewise; needed by ``balanced``.
         columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,

@@ -294,7 +294,8 @@ def _path_of(loss_func: Any) -> str:
     if isinstance(loss_func, str):
         module, _, name = loss_func.partition(":")
         try:
-            is_found = bool(name) and find_spec(module) is not None
+            is_loaded = module in sys.modules
+            is_found = bool(name) and (is_loaded or find_spec(module) is not None)
         except (ImportError, ValueError):
             is_found = False
         if not is_found:

@@ -9,6 +9,7 @@ from megatron_lossagg import (
     Aggregation,
     Layout,
     MicrobatchSequences,
+    Options,
     Sequences,
     StepTotals,
     plan_step,
@@ -134,3 +135,19 @@ def test_a_microbatch_says_which_of_its_segments_are_left_out():
         active_tokens=[3, 2, 0], is_padding=[0, 0, 1], left_out=[True, False, False]
     )
     assert microbatch.checked().of_sequences("left_out") == [1, 0]
+
+
+def test_a_step_of_which_all_is_left_out_is_no_error():
+    """Another term may count its sequences."""
+    sequences = Sequences(active_tokens=[3, 2], left_out=[True, True])
+    with pytest.warns(RuntimeWarning, match="counts no active tokens"):
+        plan = plan_step(Aggregation("token_mean"), sequences, options=Options(empty_step="error"))
+    assert plan.weights.tolist() == [0, 0]
+    counts_all = Aggregation("token_mean", count_left_out=True)
+    assert plan.under(counts_all).weights.tolist() == pytest.approx([0.2, 0.2])
+    with pytest.raises(PlanError, match="no active tokens: its loss"):
+        plan_step(
+            Aggregation("token_mean"),
+            Sequences(active_tokens=[0, 0], left_out=[True, False]),
+            options=Options(empty_step="error"),
+        )
