@@ -55,6 +55,8 @@ def checks(aggregation: Aggregation) -> list[Check]:
     for name, one in aggregations().items():
         if one.mode != "prompt_mean":
             listed.append(Check(f"sft, {name}", f"{_SFT}.loss_func", partial(_sft, one)))
+    dft = partial(_sft, Aggregation("sample_mean"), is_dft=True)
+    listed.append(Check("sft, enable_dft_loss", f"{_SFT}.loss_func", dft))
     function = f"{_GRPO}.loss_func"
     for name, one in aggregations().items():
         listed.append(Check(f"grpo, {name}", function, partial(taken_apart, one, "grpo")))
@@ -74,8 +76,11 @@ def _bound(aggregation: Aggregation) -> None:
     check_hooked(base, partial(install, aggregation))
 
 
-def _sft(aggregation: Aggregation) -> Comparison:
-    """Weigh what the integration takes out of the trainer's loss, over the step."""
+def _sft(aggregation: Aggregation, *, is_dft: bool = False) -> Comparison:
+    """Weigh what the integration takes out of the trainer's loss, over the step.
+
+    ``is_dft``: each token's loss is multiplied by its probability, a constant.
+    """
     from swift.megatron.trainers.trainer import MegatronTrainer
 
     from megatron_lossagg.integrations.ms_swift import SwiftIntegration
@@ -83,7 +88,7 @@ def _sft(aggregation: Aggregation) -> Comparison:
     trainer: Any = object.__new__(MegatronTrainer)
     trainer.args = SimpleNamespace(
         task_type="causal_lm",
-        enable_dft_loss=False,
+        enable_dft_loss=is_dft,
         enable_channel_loss=False,
         padding_free=False,
         context_parallel_size=1,
@@ -104,6 +109,9 @@ def _sft(aggregation: Aggregation) -> Comparison:
         total = total + plan.reducer(list(mb.sequences), framework.mask, layout)(framework.losses)
     plan.check()
     losses = [mb.log_probs * x for mb, x in zip(step.microbatches, scales, strict=True)]
+    if is_dft:
+        losses = [x * (-mb.log_probs.detach()).exp()
+                  for mb, x in zip(step.microbatches, losses, strict=True)]  # fmt: skip
     return step.compared(total, aggregation, losses)
 
 
