@@ -91,6 +91,17 @@ $(DOCS)/installed: pyproject.toml constraints.txt constraints-docs.txt
 		--constraint constraints-docs.txt $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
+# One commit, its tag, wheel and sdist in dist/: `make release VERSION=0.1.0`; nothing is pushed.
+.PHONY: release
+release: $(VENV)-release/installed
+	$(VENV)-release/bin/python tools/release.py $(VERSION)
+
+# As .github/workflows/publish.yml has them.
+$(VENV)-release/installed:
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet build==1.6.1 twine==7.0.0 tomli
+	touch $@
+
 figures: $(VENV)/installed
 	$(RUN) examples/drgrpo/figures.py
 

@@ -95,7 +95,10 @@ NEWEST = {
         url="https://github.com/modelscope/ms-swift.git", folder="ms-swift", packages=("swift",)
     ),
     "areal": Newest(
-        url="https://github.com/inclusionAI/AReaL.git", folder="AReaL", packages=("areal",)
+        url="https://github.com/inclusionAI/AReaL.git",
+        folder="AReaL",
+        packages=("areal",),
+        stand_ins="areal_stand_ins_first",
     ),
 }
 

@@ -56,17 +56,17 @@ class _Noted(NamedTuple):
 class KeptObjects:
     """The arrays to which a step's microbatches refer and that were not copied.
 
-    Looks in steps 1, 2, 4, ..., 64, 128, ... of the process, at each object and array once, and
-    once more at the same arrays when the step is read. A table that all microbatches share is
-    right, and so is an array that was replaced; only one that was written is not. Not looked at:
-    one number, such as a counter; memory that the microbatches hold themselves, and so have a copy
-    of; sources, which are modules, data sets, iterators and what can be iterated; what is beyond
-    4,096 values and 16 MB of a step. Of a large array each n-th number is compared. One host sync
-    for each array on a device that was written.
+    Looks in steps 1, 2, 4, ..., 64, 128, ... of the run, or of the process if no ``step_number`` is
+    passed, at each object and array once, and once more at the same arrays when the step is read. A
+    table that all microbatches share is right, and so is an array that was replaced; only one that
+    was written is not. Not looked at: one number, such as a counter; memory that the microbatches
+    hold themselves, and so have a copy of; sources, which are modules, data sets, iterators and
+    what can be iterated; what is beyond 4,096 values and 16 MB of a step. Of a large array each
+    n-th number is compared. One host sync for each array on a device that was written.
     """
 
-    def __init__(self) -> None:
-        self._looks = looks_again(next(_STEPS))
+    def __init__(self, step_number: int | None = None) -> None:
+        self._looks = looks_again(next(_STEPS) if step_number is None else step_number)
         self._seen: dict[int, Any] = {}  # with the objects: an id may come back
         self._shared: set[int] = set()
         self._noted: list[_Noted] = []

@@ -59,6 +59,8 @@ _Floats = npt.NDArray[np.float64]
 
 REDUCER = "custom_pg_loss_reducer_function_path"
 _FLOAT32_ROUNDING = 1e-6
+_LEAVE_OUT = "loss_aggregation_count_empty: false"
+"""What takes the samples of ``Sample.remove_sample`` out of the counts, which the mask hides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,7 @@ def rollout_mask_sums(
 
     num_prompts = 0
     for step in steps:
-        plan = say_counted(plan_of(step, samples_per_prompt))
+        plan = say_counted(plan_of(step, samples_per_prompt), leave_out=_LEAVE_OUT)
         d_S[list(step.sequences)] = _of_plan(plan, step.rollouts, remedy)
         num_prompts += plan.totals.prompts or 0
     if prompt is not None and (len(steps) > 1 or dropped):

@@ -2,7 +2,7 @@
 
 A microbatch is a dict with ``labels``, -100 where nothing is trained, ``position_ids`` and
 ``seq_lens``; the trainer shifts the labels and slices them for context parallelism. Its loss is a
-masked sum, each token times its ``loss_scale``.
+masked sum, each token times its ``loss_scale`` and, with ``enable_dft_loss``, its probability.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SwiftIntegration(TrainerIntegration):
 
     A sequence is a conversation. Its active tokens are those whose label is not -100. A
     ``loss_scale`` multiplies a token's loss; under ``count="weights"`` it is the token's weight,
-    otherwise it enters no count. Other trainers, other tasks than ``causal_lm`` and
-    ``enable_dft_loss`` are refused before the first step.
+    otherwise it enters no count. Other trainers and other tasks than ``causal_lm`` are refused
+    before the first step.
     """
 
     gives_token_weights = True
@@ -56,11 +56,6 @@ class SwiftIntegration(TrainerIntegration):
             raise ContractError(
                 f"task_type is {args.task_type!r}, expected 'causal_lm': the loss of another task "
                 "is not a sum over tokens; train it without megatron_lossagg"
-            )
-        if args.enable_dft_loss:
-            raise ContractError(
-                "enable_dft_loss is set, which multiplies each token's loss by its probability: "
-                "that loss is not known here; drop --enable_dft_loss"
             )
         self.check_layout(trainer, call)
 
@@ -115,6 +110,8 @@ class SwiftIntegration(TrainerIntegration):
             )
         returned = loss_func(output)
         losses, mask, weights = output.float().reshape(-1), (labels != IGNORED).reshape(-1), None
+        if self.trainer.args.enable_dft_loss:  # the token's probability, as a constant
+            losses = losses * torch.exp(-losses.detach())
         if self.weighs_tokens:
             weights = mask.float() if scale is None else mask * scale.reshape(-1)
         elif scale is not None:

@@ -42,7 +42,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import not_a_mask
-from megatron_lossagg.loop.first_step import say_counted
+from megatron_lossagg.loop.first_step import say_counted, say_empty
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import plan_step
@@ -309,6 +309,7 @@ class AggregatedLoss:
                 f"and {self.aggregation} does not. Set their sample_mask to 0 (loss_multiplier), "
                 "or count empty samples"
             )
+        say_empty(self.aggregation, masked, "their loss_multiplier 0")
         weight_b = torch.zeros(len(n_b), dtype=torch.float64)
         try:
             plan = plan_step(

@@ -190,7 +190,7 @@ class _Collator:
         sequence = self._sequences(batch, mask)
         active_tokens = torch.bincount(sequence[mask > 0], minlength=len(examples))
         plan = plan_step(self.aggregation, Sequences(active_tokens=active_tokens))
-        say_counted(plan)
+        say_counted(plan, leave_out="count_empty=False")
         weights = plan.weights.to(mask)[sequence]
         batch["loss_mask"] = torch.where(mask > 0, weights, torch.zeros_like(mask))
         batch.metadata[_WEIGHED] = True
@@ -258,7 +258,7 @@ class _Weighing:
                 group=groups,
             ),
         )
-        say_counted(plan)
+        say_counted(plan, leave_out="loss_aggregation_count_empty=false (count_empty=False)")
         self.weights.append(plan.weights)
         return advantages * plan.weights.to(advantages)[:, None]
 

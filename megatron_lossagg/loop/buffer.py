@@ -128,6 +128,8 @@ class StepBuffer:
     ``data_iterator``: yields microbatches, or None on a rank that gets its data by
     broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
     has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
+    ``step_number``: of the step in its run, from 1, which says whether memory is looked at (below);
+    None: in this process.
 
     Each microbatch is copied as it is read, CUDA tensors without a host sync, because an iterator
     may use its memory again: a buffer that it refills, one dict for all microbatches, views of one
@@ -135,7 +137,7 @@ class StepBuffer:
     attributes of a microbatch and those of an object in it that has a tensor or array as an
     attribute, and these containers. What such an object or a dataclass refers to is not, if it is
     an object of another kind: a tensor that is refilled there, and may be of tokens, is reported by
-    :meth:`plan`.
+    :meth:`plan` in steps 1, 2, 4, ..., 64 and each 64th.
 
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
     is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
@@ -149,7 +151,13 @@ class StepBuffer:
         ([[0], [1]], [0.25, 0.25])
     """
 
-    def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        data_iterator: Iterator[Any] | None,
+        num_microbatches: int,
+        *,
+        step_number: int | None = None,
+    ) -> None:
         if not is_integer(num_microbatches, lowest=1):
             raise PlanError(
                 f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
@@ -165,7 +173,7 @@ class StepBuffer:
         self._reads = data_iterator is not None
         self._fault = ""
         self._cause: Exception | None = None
-        self._kept = KeptObjects()
+        self._kept = KeptObjects(step_number)
         if data_iterator is not None:
             self._read(data_iterator)
 

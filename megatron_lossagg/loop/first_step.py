@@ -1,4 +1,4 @@
-"""What happens once in a run, in its first step: it is said what was counted, and that it ended."""
+"""What happens once in a run: it is said what was counted, and that the first step has ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_lossagg.errors import say
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.step_weights import StepWeights
 
-__all__ = ["FIRST_STEP_FILE", "record_first_step", "say_counted"]
+__all__ = ["FIRST_STEP_FILE", "record_first_step", "say_counted", "say_empty"]
 
 _Plan = TypeVar("_Plan", bound=StepWeights)
 
@@ -29,18 +31,44 @@ def record_first_step() -> None:
             Path(path).touch()
 
 
-def say_counted(plan: _Plan, *, is_first: bool | None = None, sample: str = "") -> _Plan:
+def say_counted(
+    plan: _Plan, *, is_first: bool | None = None, sample: str = "", leave_out: str = ""
+) -> _Plan:
     """Print what the first training step under an aggregation counted, on one rank of the job.
 
     ``is_first``: whether it is this one; None: the first rank of the last pipeline stage, which
-    counts in every framework. ``sample``: what a sample is, in words. Returns the plan. No
-    collective.
+    counts in every framework. ``sample``: what a sample is, in words. ``leave_out``: the setting
+    that takes empty samples and prompts out of the counts. Returns the plan. No collective.
     """
     is_new = first_time(f"counts of {plan.aggregation!r}")
     if is_new and (_is_first() if is_first is None else is_first):
         of_sample = sample and f"; a sample is {sample}"
         say(f"{plan.aggregation}; its first step counted {plan.counted}{of_sample}")
+    if leave_out:
+        kind = _counted_empty(plan.aggregation)
+        number = kind and getattr(plan.counted, f"empty_{kind}")
+        say_empty(plan.aggregation, number or 0, leave_out, is_first=is_first)
     return plan
+
+
+def say_empty(
+    aggregation: Aggregation, number: int, leave_out: str, *, is_first: bool | None = None
+) -> None:
+    """Print, in the first step that has some, that empty samples or prompts are counted.
+
+    ``leave_out``: the setting that takes them out; ``is_first`` as of :func:`say_counted`.
+    """
+    kind = _counted_empty(aggregation)
+    is_new = bool(kind and number) and first_time(f"empty of {aggregation!r}")
+    if is_new and (_is_first() if is_first is None else is_first):
+        counted = f"{kind} without an active token, {number} here"
+        say(f"{aggregation} counts {counted}; {leave_out} takes them out")
+
+
+def _counted_empty(aggregation: Aggregation) -> str:
+    """Name what a mode counts even if it is empty: ``samples``, ``prompts``, or nothing."""
+    counts = MODES[aggregation.mode].weight if aggregation.count_empty else ""
+    return "prompts" if "{P}" in counts else "samples" if "{B}" in counts else ""
 
 
 def _is_first() -> bool:

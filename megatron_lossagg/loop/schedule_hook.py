@@ -162,7 +162,8 @@ class ScheduleHook:
 
         def plan() -> StepPlan:
             nonlocal buffer
-            buffer = StepBuffer(_InLockstep(chunks) if reads else None, num_microbatches)
+            source = _InLockstep(chunks) if reads else None
+            buffer = StepBuffer(source, num_microbatches, step_number=self.num_steps)
             return buffer.plan(
                 self._planned,
                 lambda data: self.integration.sequences(data[-1]),

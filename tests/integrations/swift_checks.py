@@ -51,6 +51,7 @@ def train(tmp_path_factory):
         yield run
 
 
+DFT = "enable_dft_loss=true"
 ACTIVE = {"packed": 8 / 9, "padded": 7 / 8}
 """Conversations of a step that train a token, of all: one is masked."""
 BETWEEN_LAYOUTS = Tolerance(loss=CLOSE, others=CLOSE, gradient=3e-6)
@@ -61,12 +62,15 @@ BETWEEN_LAYOUTS = Tolerance(loss=CLOSE, others=CLOSE, gradient=3e-6)
         ("sample_mean", "packed"),
         ("sample_mean", "padded"),
         ("sample_mean+weights", "packed"),
+        ("sample_mean", "packed", DFT),
+        ("sample_mean", "padded", DFT),
+        ("sample_mean+weights", "packed", DFT),
     ],
     ids="-".join,
 )
 def on_one_process(train, request):
-    aggregation, data = request.param
-    run = run_of(train(aggregation, 1, 1, "average", data))
+    aggregation, data, *more = request.param
+    run = run_of(train(aggregation, 1, 1, "average", data, *more))
     assert all(close(found, ACTIVE[data]) for found in run.others["lossagg/weight_sum"])
     assert run.hooked == 4
     return run
@@ -116,10 +120,21 @@ def test_a_shadow_trains_stock_and_logs_what_the_mode_would_give(train):
         assert close(step["lossagg/shadow/stock"], wanted["loss"])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_times_its_probability_is_weighed_in_every_layout(train, layout):
+    alone = train("sample_mean", 1, 1, "average", "packed", DFT)["steps"]
+    steps = train("sample_mean", *LAYOUTS[layout], "packed", DFT)["steps"]
+    plain = train("sample_mean", 1, 1, "average", "packed")["steps"]
+    assert not close(alone[0]["loss"], plain[0]["loss"], 0.01)
+    for step, wanted in zip(steps, alone, strict=True):
+        assert close(step["loss"], wanted["loss"])
+        assert close(step["stock/loss"], wanted["stock/loss"])
+        assert close(step["grad_norm"], wanted["grad_norm"], 3e-6)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("enable_dft_loss=true", "REFUSED enable_dft_loss is set"),
         ('task_type="seq_cls"', "REFUSED task_type is 'seq_cls', expected 'causal_lm'"),
         ('cp_partition_mode="contiguous"', "REFUSED cp_partition_mode is 'contiguous'"),
     ],

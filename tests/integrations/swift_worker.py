@@ -13,6 +13,7 @@ printed by every rank.
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,7 +111,9 @@ class Watch(MegatronCallback):
     def on_step_begin(self):
         if dist.get_world_size() == 1:
             model, data = self.trainer.unwrapped_models[0], self.trainer.data
-            hand = by_hand(model, data, self.trainer.state.iteration, self.trainer.counts_weights)
+            is_dft = self.trainer.args.enable_dft_loss
+            step, counts_weights = self.trainer.state.iteration, self.trainer.counts_weights
+            hand = by_hand(model, data, step, counts_weights, is_dft=is_dft)
             self.trainer.written["by_hand"].append(hand)
 
     def on_log(self, logs):
@@ -124,8 +127,11 @@ megatron_callbacks_map["watch"] = Watch
 base.warmup_jit_function = lambda *args: None  # it warms up kernels of CUDA
 
 
-def by_hand(model, data, step, counts_weights):
-    """Return the mean over conversations of their mean token loss, and its gradient's norm."""
+def by_hand(model, data, step, counts_weights, *, is_dft):
+    """Return the mean over conversations of their mean token loss, and its gradient's norm.
+
+    ``is_dft``: a token's loss is -p log p, with its probability p as a constant.
+    """
     means, num_conversations = [], 0
     for index in range(step * len(data.packs), (step + 1) * len(data.packs)):
         entry = data[index]
@@ -135,6 +141,8 @@ def by_hand(model, data, step, counts_weights):
             losses = model(
                 tokens[None, :-1], torch.arange(n - 1)[None], None, labels=tokens[None, 1:]
             )[0]
+            if is_dft:
+                losses = [x * math.exp(-x.item()) for x in losses]
             scale = one["loss_scale"]
             active = [t for t in range(1, n) if one["labels"][t] >= 0]
             if active:

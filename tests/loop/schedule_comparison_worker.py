@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from hooked_loop import (
 from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.counting import counted
-from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.guards.framework_loss import compare_with_framework
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
@@ -270,6 +271,20 @@ def check_graph_and_gradient_are_compared_in_steps_1_2_4_and_8(chunk, stock):
             run(schedule, chunk, batches(0), forward_step_func=changed(counted))
     closely = [step for step in range(1, 300) if looks_again(step)]
     assert closely == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+
+
+def check_each_run_of_a_process_has_its_memory_looked_at_from_its_first_step(chunk, stock):
+    """Of three in a row, for a count of the process's steps may be a power of two by chance."""
+
+    def refilling():
+        ids = torch.zeros(64)  # more than the tokens of a microbatch
+        for number, data in enumerate(batches(0)):
+            ids.fill_(number)
+            yield {**data, "more": SimpleNamespace(held=SimpleNamespace(ids=[ids]))}
+
+    for _ in range(3):
+        with refused(PlanError, "ids[0] of microbatch 0 was filled again after it was read"):
+            run(a_hook().wrap(stock), chunk, refilling())
 
 
 class OnlyOnce(torch.autograd.Function):

@@ -283,6 +283,18 @@ def test_memory_is_looked_at_in_steps_1_2_4_and_8():
     assert refused == [1, 2, 4, 8]
 
 
+def test_a_run_that_numbers_its_steps_is_looked_at_from_its_first_one():
+    replayed(iter([{"a": [1]}] * M))
+    replayed(iter([{"a": [1]}] * M))  # the third step of this process is looked at in no run
+    with pytest.raises(PlanError, match="was filled again"):
+        StepBuffer(two_levels_down(T), M, step_number=1).plan(
+            Aggregation("token_mean"), lambda data: [TOKENS]
+        )
+    StepBuffer(two_levels_down(T), M, step_number=3).plan(
+        Aggregation("token_mean"), lambda data: [TOKENS]
+    )
+
+
 def test_a_step_looks_at_few_values_and_bytes(monkeypatch):
     """However much microbatches refer to, and each object and array once."""
     looked, parts, sample = [0, 0], refilled._parts, refilled._sample

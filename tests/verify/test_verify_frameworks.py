@@ -117,7 +117,8 @@ def only_outcome(timeout=100.0):
             "NOT RUN",
             r"^SystemExit: bye\. Run where python can import",
         ),
-        ("", "FAIL", r"Use a verl that the integration was written for: 0\.9\.1"),  # lacks all
+        # lacks all
+        ("", "FAIL", r"Use a release of verl that the integration was written for: 0\.9\.1"),
     ],
 )
 def test_whatever_an_import_raises_or_lacks_is_a_reason(verl_that, forked, init, state, words):

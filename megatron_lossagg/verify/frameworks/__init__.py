@@ -93,6 +93,11 @@ FRAMEWORKS: dict[str, Framework] = {
         is_hooked=True,
         needs_transformer_engine=True,
     ),
+    "areal": Framework(
+        package="areal",
+        imports=("areal.engine.megatron_engine", "areal.trainer.ppo.actor"),
+        written_for="4aef98d8",
+    ),
 }
 
 

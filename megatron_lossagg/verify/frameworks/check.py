@@ -233,7 +233,7 @@ def _is_raised_here(error: BaseException) -> bool:
 
 def _release(framework: str) -> str:
     written_for = FRAMEWORKS[framework].written_for
-    return f"Use a {framework} that the integration was written for: {written_for}"
+    return f"Use a release of {framework} that the integration was written for: {written_for}"
 
 
 def none_ran(outcomes: Sequence[Mapping[str, Any]]) -> bool:

@@ -7,18 +7,14 @@ it returns over microbatches and data-parallel ranks. All run in a process group
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.loop.buffer import MicrobatchSequences
@@ -34,6 +30,7 @@ from megatron_lossagg.verify.frameworks.check import (
     loop_not_run,
 )
 from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
 __all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses", "taken_apart"]
 
@@ -55,6 +52,8 @@ def checks(aggregation: Aggregation) -> list[Check]:
     for name, one in aggregations().items():
         if one.mode != "prompt_mean":
             listed.append(Check(f"sft, {name}", f"{_SFT}.loss_func", partial(_sft, one)))
+    dft = partial(_sft, Aggregation("sample_mean"), is_dft=True)
+    listed.append(Check("sft, enable_dft_loss", f"{_SFT}.loss_func", dft))
     function = f"{_GRPO}.loss_func"
     for name, one in aggregations().items():
         listed.append(Check(f"grpo, {name}", function, partial(taken_apart, one, "grpo")))
@@ -74,8 +73,11 @@ def _bound(aggregation: Aggregation) -> None:
     check_hooked(base, partial(install, aggregation))
 
 
-def _sft(aggregation: Aggregation) -> Comparison:
-    """Weigh what the integration takes out of the trainer's loss, over the step."""
+def _sft(aggregation: Aggregation, *, is_dft: bool = False) -> Comparison:
+    """Weigh what the integration takes out of the trainer's loss, over the step.
+
+    ``is_dft``: each token's loss is multiplied by its probability, a constant.
+    """
     from swift.megatron.trainers.trainer import MegatronTrainer
 
     from megatron_lossagg.integrations.ms_swift import SwiftIntegration
@@ -83,7 +85,7 @@ def _sft(aggregation: Aggregation) -> Comparison:
     trainer: Any = object.__new__(MegatronTrainer)
     trainer.args = SimpleNamespace(
         task_type="causal_lm",
-        enable_dft_loss=False,
+        enable_dft_loss=is_dft,
         enable_channel_loss=False,
         padding_free=False,
         context_parallel_size=1,
@@ -104,6 +106,9 @@ def _sft(aggregation: Aggregation) -> Comparison:
         total = total + plan.reducer(list(mb.sequences), framework.mask, layout)(framework.losses)
     plan.check()
     losses = [mb.log_probs * x for mb, x in zip(step.microbatches, scales, strict=True)]
+    if is_dft:
+        losses = [x * (-mb.log_probs.detach()).exp()
+                  for mb, x in zip(step.microbatches, losses, strict=True)]  # fmt: skip
     return step.compared(total, aggregation, losses)
 
 
@@ -132,7 +137,7 @@ def taken_apart(
     integration, step = GRPOIntegration(), Step()
     integration.prepare([aggregation])
     total: Any = 0
-    with _one_rank(dp_size=step.dp_size):
+    with one_rank(dp_size=step.dp_size):
         trainers = [_trainer(step, mb, loss_type) for mb in step.microbatches]
         data = [{"grpo_batch": _batch(step, mb)} for mb in step.microbatches]
         for trainer in trainers:
@@ -169,7 +174,7 @@ def grpo_loss(step: Step, loss_type: str) -> Tensor:
 
     It is what Megatron trains in the average loss scaling.
     """
-    with _one_rank(dp_size=step.dp_size):
+    with one_rank(dp_size=step.dp_size):
         losses = [_microbatch_loss(step, mb, loss_type) for mb in step.microbatches]
     return torch.stack(losses).sum() / (step.num_microbatches * step.dp_size)
 
@@ -249,22 +254,3 @@ def _batch(step: Step, mb: Microbatch) -> Any:
         old_per_token_logps=torch.zeros_like(mb.log_probs),
         num_items_in_batch=torch.tensor(float(sum(step.lengths))),
     )
-
-
-@contextmanager
-def _one_rank(*, dp_size: int) -> Iterator[None]:
-    """Initialize Megatron's groups of one process, and report ``dp_size`` as their size."""
-    from megatron.core import parallel_state
-
-    own = parallel_state.get_data_parallel_world_size
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-        try:
-            parallel_state.initialize_model_parallel()
-            parallel_state.get_data_parallel_world_size = lambda: dp_size
-            yield
-        finally:
-            parallel_state.get_data_parallel_world_size = own
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
