@@ -360,12 +360,13 @@ def _of_runs(
 
     ``kind``: the layout's other fields.
     """
+    num_runs, segment_G = len(starts), np.arange(len(offset_G1) - 1)
     return Layout(
         name=name,
         offset_G1=offset_G1,
-        start_R=np.stack(starts, axis=1).ravel(),
-        length_R=np.stack(lengths, axis=1).ravel(),
-        segment_R=np.repeat(np.arange(len(offset_G1) - 1), len(starts)),
+        start_R=starts[0] if num_runs == 1 else np.stack(starts, axis=1).ravel(),
+        length_R=lengths[0] if num_runs == 1 else np.stack(lengths, axis=1).ravel(),
+        segment_R=segment_G if num_runs == 1 else np.repeat(segment_G, num_runs),
         cp_size=cp_size,
         cp_rank=cp_rank,
         **kind,
