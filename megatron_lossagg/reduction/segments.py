@@ -118,24 +118,31 @@ class SegmentSums:
     """
 
     at_N: Tensor
-    """Sums before: the start of each segment, and the end of the last, ``[G1]``; the mask's end;
-    the last position of each segment, ``[G]``; the starts and the ends of runs, ``[2R]``."""
+    """Sums up to these places; to a place of 0, whose sum is 0, anything."""
+    place_N: Ints
+    """The start of each segment, and the end of the last, ``[G1]``; the mask's end; the last
+    position of each segment, ``[G]``; the starts and the ends of runs, ``[2R]``."""
     layout: Layout
 
     @staticmethod
     def of(value_P: Tensor, layout: Layout, dtype: torch.dtype) -> SegmentSums:
         """Sum what is packed like the mask, in ``dtype``; no host sync."""
-        sum_P1 = torch.empty(len(value_P) + 1, dtype=dtype, device=value_P.device)
-        sum_P1[:1].zero_()
-        torch.cumsum(value_P, dim=0, dtype=dtype, out=sum_P1[1:])
-        end_G = layout.offset_G1[1:]
-        # An empty first segment has no last position; nothing reads what -1 looks up.
-        places = [layout.offset_G1, np.array([len(value_P)]), end_G - 1]
+        offset_G1, size = layout.offset_G1, value_P.shape[0]
+        # An empty first segment has no last position: -1 is a place of 0 too.
+        places = [offset_G1, np.array([size]), offset_G1[1:] - 1]
         if not layout.holds_whole_mask:
             places += [layout.start_R, layout.start_R + layout.length_R]
-        return SegmentSums(
-            at_N=sum_P1[from_numpy(np.concatenate(places), sum_P1.device)], layout=layout
-        )
+        place_N = np.concatenate(places)
+        if size:
+            last_N = from_numpy(np.maximum(place_N - 1, 0), value_P.device)
+            at_N = torch.cumsum(value_P, dim=0, dtype=dtype)[last_N]
+        else:
+            at_N = torch.zeros(len(place_N), dtype=dtype, device=value_P.device)
+        return SegmentSums(at_N=at_N, place_N=place_N, layout=layout)
+
+    def read(self, at_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the sums, once :attr:`at_N` was read."""
+        return np.where(self.place_N > 0, at_N, 0)
 
     def held_G(self) -> Tensor:
         """Return the sum over what this rank holds of each segment, ``[G]``; no host sync."""
@@ -160,6 +167,8 @@ def held_sums(sums: Sequence[SegmentSums]) -> Tensor:
             rows.append(row + one.layout.segment_R)
         at, row = at + len(one.at_N), row + num_segments
     found = torch.cat([one.at_N for one in sums])
+    is_after_N = np.concatenate([one.place_N for one in sums]) > 0
+    found = torch.where(from_numpy(is_after_N, found.device), found, 0)
     index_3 = np.stack([np.concatenate(one) for one in (starts, ends, rows)])
     start, end, of_row = from_numpy(index_3, found.device)
     zeros = torch.zeros(row, dtype=found.dtype, device=found.device)

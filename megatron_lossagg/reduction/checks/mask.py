@@ -45,7 +45,7 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
         found.append(mask_P.count_nonzero())
     # On the CPU a value is named; a device does not keep the mask until it is read.
     values = (mask_P, keep_P) if mask_P.device.type == "cpu" else None
-    faults.compare(found, partial(_describe, segments, values))
+    faults.compare(found, partial(_describe, segments, sums, values))
     return held(keep_P, segments.layout), sums
 
 
@@ -57,11 +57,12 @@ def first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:
 
 def _describe(
     segments: Segments,
+    sums: SegmentSums,
     values: tuple[Tensor, Tensor] | None,
     found: list[npt.NDArray[Any]],
 ) -> str:
     """Describe values that are not 0 or 1, and then counts."""
-    at_N, *nonzero = found
+    at_N, nonzero = sums.read(found[0]), found[1:]
     num_segments = segments.layout.num_segments
     if nonzero and (num := int(nonzero[0].item()) - int(at_N[num_segments + 1])):
         return _describe_value(segments, num, values)

@@ -55,7 +55,7 @@ def check_token_weights(
             seems_right=lambda: not is_wrong_T.any(),
         )
     sums = SegmentSums.of(torch.where(mask_P == 1, weight_P, 0), layout, torch.float64)
-    faults.compare([sums.at_N], partial(_describe_sums, segments))
+    faults.compare([sums.at_N], partial(_describe_sums, segments, sums))
     return weight_T, sums
 
 
@@ -71,9 +71,9 @@ def _describe_weight(segments: Segments, values: list[float]) -> str:
     )
 
 
-def _describe_sums(segments: Segments, found: list[npt.NDArray[Any]]) -> str:
+def _describe_sums(segments: Segments, sums: SegmentSums, found: list[npt.NDArray[Any]]) -> str:
     """Describe a segment whose trained weights are not those counted."""
-    (at_N,) = found
+    at_N = sums.read(found[0])
     num_segments = segments.layout.num_segments
     assert segments.counted_weights is not None
     counted_G1 = np.append(segments.counted_weights, 0.0)
