@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_lossagg.contract.side_losses import side_losses_of
 from megatron_lossagg.verify.cases import expected
 from megatron_lossagg.verify.job import LOSS_SCALINGS, read_job
 from megatron_lossagg.verify.reference_gradient import relative
@@ -93,7 +94,7 @@ class Main:
 def errors(run, case, wanted, total=None):
     gradients, (loss, weight_sum, weight_expected) = train(run, case, total=total)
     of_side = {}
-    if run.parallelism.moe or run.parallelism.mtp:
+    if side_losses_of(run.chunks[0].config):
         side, _ = train(run, case, total=total, main=0.0)
         whole = torch.cat([g.flatten() for _, g in side_of_one_call(run, case)])
         difference = torch.cat([g.flatten() for _, g in side]) - whole
@@ -143,12 +144,16 @@ def main(job):
         reference = references[layout.reference]
         with split_world(layout):
             for per_token in (False, True):
-                if not per_token and (layout.moe or layout.mtp):
+                if not per_token and layout.mtp:
                     continue
                 run = Run(layout, reference, per_token=per_token)
+                if not per_token and layout.moe:  # experts without side losses
+                    config = run.chunks[0].config
+                    config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
+                has_side = bool(side_losses_of(run.chunks[0].config))
                 is_plain = layout == job.layouts[0]
                 for number, case in enumerate(job.cases):
-                    is_exact = not (layout.moe or layout.mtp) or number == 0
+                    is_exact = not has_side or number == 0
                     if is_exact and (is_plain or number < 3):
                         wanted = expected(case, reference, run.facts.assignment)
                         prints(run, case, wanted, per_token)

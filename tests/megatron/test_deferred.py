@@ -66,10 +66,14 @@ def of_four_ranks():
     return run(FOUR, OF_ALL)
 
 
+def has_side(layout, loss_scaling):
+    """Whether the worker trains side losses; of experts in the per-token loss scaling only."""
+    return layout.mtp or (layout.moe and loss_scaling == "per_token")
+
+
 def is_exact(layout, loss_scaling, case):
     """Whether side losses, where there are some, allow it."""
-    has_side = layout.moe or layout.mtp
-    return not has_side or (loss_scaling == "per_token" and case is OF_ALL[0])
+    return not has_side(layout, loss_scaling) or (loss_scaling == "per_token" and case is OF_ALL[0])
 
 
 def check(found, key):
@@ -108,7 +112,7 @@ def test_the_gradient_does_not_depend_on_the_layout(request, layout, loss_scalin
     ranks = "of_two_ranks" if layout in TWO else "of_four_ranks"
     found, key = request.getfixturevalue(ranks), (str(layout), loss_scaling, str(case))
     check(found, key)
-    assert ("side" in found[key][0]) == (layout.moe or layout.mtp)
+    assert ("side" in found[key][0]) == has_side(layout, loss_scaling)
 
 
 def test_every_mode_with_a_total_is_trained():
