@@ -269,15 +269,17 @@ def accumulation(run: RunFacts, asked: Asked) -> None:
         if is_used:
             raise ContractError(
                 f"got accumulates={asked.accumulates} with {what}, where Megatron may scale or "
-                "reduce gradients of earlier schedule calls once more: run all microbatches of an "
-                "optimizer step in one schedule call"
+                "reduce gradients of earlier schedule calls once more: run the calls of an "
+                "optimizer step inside `with aggregator.deferred()`, which reduces once, or run "
+                "all microbatches in one call"
             )
     mode = None if asked.plan is None else asked.plan.aggregation.mode
     if asked.accumulates is True and mode not in (None, "token_sum", CUSTOM):
         raise ContractError(
             f"got accumulates=True with {mode}, whose weights are over the counts of one schedule "
             "call, so that two calls train twice the loss: pass each call of an optimizer step "
-            "their number, such as accumulates=2, which trains their mean"
+            "their number, such as accumulates=2, which trains their mean, or run them inside "
+            "`with aggregator.deferred()`, which trains the mode over all of them"
         )
     if asked.accumulates is not True and mode == CUSTOM:
         raise ContractError(

@@ -184,7 +184,7 @@ class Deferred:
     def _fault_of(self, found: _Found) -> str:
         """Say what Megatron would not divide as it should, the same on every rank."""
         n, names = found.active_tokens, side_losses_of(self._run.config)
-        if names and found.total != n:
+        if names and found.total != max(n, 1):
             return (
                 f"got the total {found.total:g} for {n} active tokens with side losses "
                 f"({', '.join(names)}), which would be divided by it too: leave total= out, or "
@@ -269,7 +269,7 @@ class _Found:
         for rank, one in enumerate(sent):
             if one.fault:
                 return _Found(fault=f"rank {rank}: {one.fault}")
-            if one.total != total:
+            if one.total != sent[0].total:
                 return _Found(
                     fault=f"got the total {sent[0].total}, on rank {rank} {one.total}, expected "
                     "one number: pass the same total to finish() on every rank"
