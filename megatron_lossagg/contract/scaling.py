@@ -32,6 +32,7 @@ __all__ = [
     "LossScaling",
     "Scaling",
     "ddp_factor",
+    "deferred_factor",
 ]
 
 LossScaling = Literal["average", "per_token"]
@@ -61,15 +62,20 @@ class Scaling:
     """DP * CP."""
     active_tokens: int | None = None
     """N of the step; needed in the per-token loss scaling."""
+    is_deferred: bool = False
+    """Whether it is a call of a deferred step, whose gradients are divided at its end."""
 
     @property
     def k(self) -> int:
         """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
 
-        Where N is 0 Megatron divides by 1, so K is 1.
+        Where N is 0 Megatron divides by 1, so K is 1. In a call of a deferred step N is not known
+        yet and K is 1: :func:`deferred_factor` has it.
         """
         if self.loss_scaling == "average":
             return self.report_factor
+        if self.is_deferred:
+            return 1
         return max(int(self.active_tokens or 0), 1)
 
     @cached_property
@@ -97,7 +103,10 @@ class Scaling:
         return counted if cp_rank == 0 else 0
 
     def factors(self) -> tuple[Factor, ...]:
-        """List what multiplies a partial loss on its way to the gradient; the product is 1."""
+        """List what multiplies a partial loss on its way to the gradient; the product is 1.
+
+        Not of a deferred step.
+        """
         m, ranks, k = self.num_microbatches, self.dp_cp_size, Fraction(self.k)
         if self.loss_scaling == "average":
             mean = "mean over the DP CP ranks: their sum / (DP CP)"
@@ -113,6 +122,15 @@ class Scaling:
             Factor("DDP", "sum over the DP CP ranks", Fraction(1)),
             Factor("finalize_model_grads", "/ sum of the step's num_tokens, which is N", 1 / k),
         )
+
+
+def deferred_factor(loss_scaling: LossScaling, total: float, active_tokens: int) -> float:
+    """Return what multiplies the reduced gradients of a deferred step: 1 / total, or N / total.
+
+    In the per-token loss scaling finalize has divided by N, the ``active_tokens`` of all calls, or
+    by 1 where N is 0.
+    """
+    return (1 if loss_scaling == "average" else max(active_tokens, 1)) / total
 
 
 K_FORMULA: dict[LossScaling, str] = {"average": "M DP CP", "per_token": "N"}

@@ -7,12 +7,24 @@ from typing import Any
 from megatron_lossagg.contract.live import megatron_release, megatron_version
 from megatron_lossagg.contract.scaling import LossScaling
 
-__all__ = ["note_on_side_losses"]
+__all__ = ["note_on_side_losses", "side_losses_of"]
 
 _MOE_FREE_OF_CP = {"average": (0, 16), "per_token": (0, 19)}
 """The release from which the gradient of the MoE side losses does not depend on CP."""
 _MTP_NEVER_FREE_OF_CP = (0, 17)
 """The release from which MTP's gradient depends on CP in both loss scalings."""
+
+
+def side_losses_of(config: Any) -> list[str]:
+    """Name the side losses that a model's config trains."""
+    coefficients = getattr(config, "moe_aux_loss_coeff", 0)
+    is_balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    trained = {
+        "MTP": config.mtp_num_layers,
+        "MoE": config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff),
+        "DSA": getattr(config, "dsa_indexer_loss_coeff", None),
+    }
+    return [name for name, is_trained in trained.items() if is_trained]
 
 
 def note_on_side_losses(config: Any, loss_scaling: LossScaling, *, follows: bool = False) -> str:
@@ -24,11 +36,9 @@ def note_on_side_losses(config: Any, loss_scaling: LossScaling, *, follows: bool
     before 0.16 in the average loss scaling, and before 0.19 in the per-token loss scaling.
     """
     release = megatron_release()
-    coefficients = getattr(config, "moe_aux_loss_coeff", 0)
-    is_balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-    has_moe = bool(config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff))
-    remedies = {}
-    if config.mtp_num_layers and (loss_scaling == "average" or release >= _MTP_NEVER_FREE_OF_CP):
+    trained, remedies = side_losses_of(config), {}
+    has_moe = "MoE" in trained
+    if "MTP" in trained and (loss_scaling == "average" or release >= _MTP_NEVER_FREE_OF_CP):
         has_remedy = not has_moe and release < _MTP_NEVER_FREE_OF_CP
         remedies["MTP"] = (
             "train with --calculate-per-token-loss"

@@ -16,6 +16,7 @@ from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.num_tokens import NumTokens
+from megatron_lossagg.guards.one_total import OneTotal
 from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
 from megatron_lossagg.guards.split import Split
@@ -25,6 +26,7 @@ __all__ = ["GUARDS", "guards_of"]
 
 GUARDS: tuple[type[Guard], ...] = (
     Split,
+    OneTotal,
     GradientAudit,
     TokenWeights,
     GradientBuffers,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -16,11 +16,12 @@ from megatron_lossagg.contract.finalize import hook_of, is_megatrons_finalize, i
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import may_hold_back
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, LossScaling
+from megatron_lossagg.contract.side_losses import side_losses_of
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.frozen import Frozen
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.integers import is_integer
-from megatron_lossagg.reduction.modes import CUSTOM
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["BEFORE_A_STEP", "Asked", "RunFacts"]
@@ -48,6 +49,25 @@ class RunFacts:
         return self.chunks[0].config
 
 
+class DeferredFacts(Protocol):
+    """What a refusal may know of a deferred step."""
+
+    @property
+    def aggregation(self) -> Aggregation | None:
+        """Of its earlier calls; None before the first, and without counts."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether side losses follow the mode."""
+
+    @property
+    def own_finalize(self) -> Any:
+        """The config's own finalize function."""
+
+    def fault(self) -> str:
+        """Say what is wrong with the earlier calls, empty if nothing is."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Asked:
     """What the caller of a step asks for."""
@@ -60,10 +80,17 @@ class Asked:
     iteration: int | None
     is_previous_open: bool
     """Whether loss_func ran for the previous step, and nothing has finished it."""
+    deferred: DeferredFacts | None = None
+    """The deferred step that it is a schedule call of, if it trains in one."""
 
     @property
     def plan_of_call(self) -> StepPlan | None:
-        """The plan, whose weights are over the declared number of schedule calls."""
+        """The plan, whose weights are over the declared number of schedule calls.
+
+        In a deferred step they have 1 in place of the mode's total.
+        """
+        if self.plan is not None and self.deferred is not None:
+            return replace(self.plan, total=1.0)
         if self.plan is None or self.forward_only or isinstance(self.accumulates, bool):
             return self.plan
         return replace(self.plan, num_calls=self.accumulates)
@@ -88,7 +115,8 @@ def finalize_function(run: RunFacts, asked: Asked) -> None:
     """Refuse a training step whose finalize function is None, or was replaced."""
     if asked.forward_only:
         return
-    now = run.config.finalize_model_grads_func
+    held = asked.deferred
+    now = run.config.finalize_model_grads_func if held is None else held.own_finalize
     if now is None:
         raise ContractError(
             "config.finalize_model_grads_func is None: the schedule would reduce no gradient "
@@ -200,7 +228,7 @@ def unknown_divisor(run: RunFacts, asked: Asked) -> None:
 
 def early_reduction(run: RunFacts, asked: Asked) -> None:
     """Refuse an overlapping reduction that nothing holds back until the last microbatch."""
-    if asked.forward_only:
+    if asked.forward_only or asked.deferred is not None:
         return
     overlaps = any(
         chunk.ddp_config.overlap_grad_reduce
@@ -241,20 +269,59 @@ def accumulation(run: RunFacts, asked: Asked) -> None:
         if is_used:
             raise ContractError(
                 f"got accumulates={asked.accumulates} with {what}, where Megatron may scale or "
-                "reduce gradients of earlier schedule calls once more: run all microbatches of an "
-                "optimizer step in one schedule call"
+                "reduce gradients of earlier schedule calls once more: run the calls of an "
+                "optimizer step inside `with aggregator.deferred()`, which reduces once, or run "
+                "all microbatches in one call"
             )
     mode = None if asked.plan is None else asked.plan.aggregation.mode
     if asked.accumulates is True and mode not in (None, "token_sum", CUSTOM):
         raise ContractError(
             f"got accumulates=True with {mode}, whose weights are over the counts of one schedule "
             "call, so that two calls train twice the loss: pass each call of an optimizer step "
-            "their number, such as accumulates=2, which trains their mean"
+            "their number, such as accumulates=2, which trains their mean, or run them inside "
+            "`with aggregator.deferred()`, which trains the mode over all of them"
         )
     if asked.accumulates is not True and mode == CUSTOM:
         raise ContractError(
             f"got accumulates={asked.accumulates} with a custom reducer, which knows its weights: "
             "pass accumulates=True, and let it divide by what it should"
+        )
+
+
+def deferred(run: RunFacts, asked: Asked) -> None:
+    """Refuse a call of a deferred step after one that failed, with ``accumulates=``, under a mode
+    without one total or one that differs between calls, and with side losses that M scales.
+    """
+    if asked.deferred is None:
+        return
+    if fault := asked.deferred.fault():
+        raise ContractError(fault)
+    if asked.accumulates:
+        raise ContractError(
+            f"got accumulates={asked.accumulates} in a deferred step, which has any number of "
+            "schedule calls: leave it out"
+        )
+    aggregation = None if asked.plan is None else asked.plan.aggregation
+    mode = None if aggregation is None else aggregation.mode
+    if mode is not None and MODES[mode].total is None:
+        modes = ", ".join(name for name, one in MODES.items() if one.total is not None)
+        raise ContractError(
+            f"got a deferred step under {mode}, whose weights have no one total to divide by at "
+            f"the end: train {modes}"
+        )
+    earlier = asked.deferred.aggregation
+    if earlier is not None and aggregation not in (None, earlier):
+        raise ContractError(
+            f"got a schedule call under {aggregation} in a deferred step under {earlier}, which "
+            "are divided together: train one aggregation in all its calls"
+        )
+    names = ", ".join(side_losses_of(run.config))
+    is_exact = run.loss_scaling == "per_token" and mode in (None, "token_mean")
+    if names and (not is_exact or asked.deferred.follows):
+        raise ContractError(
+            f"got a deferred step with side losses ({names}), which would be divided by the mode's "
+            "total, and in the average loss scaling by M of each call: train token_mean with "
+            "--calculate-per-token-loss and stock side losses, or set their coefficients to 0"
         )
 
 
@@ -269,5 +336,6 @@ BEFORE_A_STEP: tuple[Callable[[RunFacts, Asked], None], ...] = (
     unknown_divisor,
     early_reduction,
     accumulation,
+    deferred,
 )
 """In the order in which they look."""

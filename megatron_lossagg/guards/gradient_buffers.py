@@ -22,7 +22,8 @@ class GradientBuffers(Guard):
     """Look at some values of each gradient buffer, before the first loss and at the end.
 
     Gradients that are not zero before are refused, unless they may be those of the declared calls
-    of the same optimizer step. If they are zero before these calls are complete, it warns. If
+    of the same optimizer step. If they are zero before these calls are complete, it warns; between
+    calls of a deferred step it refuses them. If
     tokens were trained and all gradients are zero at the end it warns too: advantages may all be 0.
     """
 
@@ -33,7 +34,10 @@ class GradientBuffers(Guard):
     )
     costs = "two strided counts of at most 4,096 values of each gradient buffer, once a step"
 
-    def __init__(self, calls: ScheduleCalls, declared: bool | int) -> None:
+    def __init__(
+        self, calls: ScheduleCalls, declared: bool | int, *, is_deferred: bool = False
+    ) -> None:
+        self._is_deferred = is_deferred
         self._calls = calls
         self._declared = declared
         self._left: list[Tensor] = []
@@ -41,7 +45,9 @@ class GradientBuffers(Guard):
     @classmethod
     def of(cls, step: StepFacts) -> GradientBuffers | None:
         """Make it for a training step."""
-        return None if step.forward_only else cls(step.calls, step.accumulates)
+        if step.forward_only:
+            return None
+        return cls(step.calls, step.accumulates, is_deferred=step.scaling.is_deferred)
 
     def on_first_outputs(self, step: StepFacts) -> None:
         """Look at the buffers before the first loss of a pass."""
@@ -66,6 +72,13 @@ class GradientBuffers(Guard):
     def _found(self, buffers: list[tuple[int, int]], values: list[float]) -> str:
         calls, declared = self._calls, self._declared
         chunk = next((at for (at, _), value in zip(buffers, values, strict=True) if value), None)
+        if self._is_deferred and calls.number:
+            if chunk is None and calls.left_some:
+                return (
+                    f"gradients were zeroed after {calls.number} schedule calls of a deferred "
+                    "step, which divides those of all calls: zero them before aggregator.deferred()"
+                )
+            return ""
         if chunk is None:
             if calls.left_some and calls.number < calls.declared:
                 warn_once(

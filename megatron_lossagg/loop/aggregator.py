@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.scaling import K_FORMULA, LossScaling
+from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.agreement import agree
@@ -24,14 +24,14 @@ from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.guards.outcome import WeighedSteps
 from megatron_lossagg.loop.counts_of_rank import plan_of_rank
+from megatron_lossagg.loop.deferred import Deferred
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.loop.read_run import aggregation_of, agree_further, read_run
+from megatron_lossagg.loop.read_run import aggregation_of, agree_further, described, read_run
 from megatron_lossagg.loop.stages import begun_together
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import IntsLike, is_integer
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import Count
@@ -118,6 +118,7 @@ class LossAggregator:
         self._weighed_steps = WeighedSteps()
         self._hook: ScheduleHook | None = None
         follows = self.options.side_losses == "follow"
+        self._deferred = Deferred(self._run, follows=follows)
         self.note = note_on_side_losses(self._run.config, self.loss_scaling, follows=follows)
         """Which side losses depend on CP, for the start of a run; empty if none does."""
         self.probe: ProbeReport | None = None
@@ -224,8 +225,7 @@ class LossAggregator:
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
         :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
-        ranks; on every stage one all-gather over the pipeline-parallel and one over the
-        context-parallel group, if they have several.
+        ranks; on every stage those of :meth:`begin_together`.
 
         Args:
             active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
@@ -325,6 +325,7 @@ class LossAggregator:
                 as a config that changed, or a plan that has trained.
         """
         previous = self._latest
+        deferred = self._deferred if self._deferred.is_open and not forward_only else None
         asked = Asked(
             plan=plan,
             num_microbatches=num_microbatches,
@@ -332,11 +333,15 @@ class LossAggregator:
             accumulates=not is_integer(accumulates, lowest=1, highest=1) and accumulates,
             iteration=iteration,
             is_previous_open=previous is not None and previous.is_left_open,
+            deferred=deferred,
         )
         if previous is not None and not asked.is_previous_open:
             previous.end()
         for check in BEFORE_A_STEP:
             check(self._run, asked)
+        recorder = StepRecorder.of(self._record_group, self._record_file, iteration)
+        if deferred is not None:
+            recorder = deferred.recorder = deferred.recorder or recorder
         self._latest = Step(
             chunks=self.chunks,
             groups=self.groups,
@@ -345,24 +350,29 @@ class LossAggregator:
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             accumulates=asked.accumulates,
-            calls=self._calls,
+            calls=self._calls if deferred is None else deferred.calls,
             shadows=self.options.shadows,
             follows=self.options.side_losses == "follow",
-            recorder=None if forward_only else self._recorder(iteration),
+            recorder=None if forward_only else recorder,
             guards=self.options.guards,
             is_weighed=not forward_only and self._weighed_steps.has_next(plan, num_microbatches),
         )
+        if deferred is not None:
+            deferred.add(self._latest, plan)
         if plan is not None:
-            if not forward_only:
+            if not forward_only and deferred is None:
                 say_counted(plan, is_first=self.groups.is_first)
             plan.state.is_stepped |= not forward_only
             plan.state.refuse_others()
         return self._latest
 
-    def _recorder(self, iteration: int | None) -> StepRecorder | None:
-        if self._record_group is None:
-            return None
-        return StepRecorder(Exchange(self._record_group), self._record_file, iteration)
+    def deferred(self) -> Deferred:
+        """Make an optimizer step of several schedule calls, divided after the last of them."""
+        if self._latest is not None and not self._latest.is_left_open:
+            self._latest.end()
+        if not self._deferred.is_open:
+            self._deferred = Deferred(self._run, follows=self.options.side_losses == "follow")
+        return self._deferred
 
     def wrap(self, schedule: Callable[..., Any], integration: Integration) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned, if the loop reads its data inside.
@@ -387,10 +397,4 @@ class LossAggregator:
 
     def describe(self) -> str:
         """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
-        cp = "dynamic" if self.groups.is_dynamic else self.cp_size
-        line = (
-            f"loss aggregation {self.aggregation}; loss scaling {self.loss_scaling}, K = "
-            f"{K_FORMULA[self.loss_scaling]} "
-            f"(DP {self.groups.dp_size}, CP {cp}); probe: {self.probe or 'off'}"
-        )
-        return f"{line}\n{self.note}" if self.note else line
+        return described(self.aggregation, self._run, self.probe, self.note)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.faults import first_time
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.step_weights import StepWeights
@@ -32,18 +33,24 @@ def record_first_step() -> None:
 
 
 def say_counted(
-    plan: _Plan, *, is_first: bool | None = None, sample: str = "", leave_out: str = ""
+    plan: _Plan,
+    *,
+    is_first: bool | None = None,
+    sample: str = "",
+    leave_out: str = "",
+    counted: Counted | None = None,
 ) -> _Plan:
     """Print what the first training step under an aggregation counted, on one rank of the job.
 
     ``is_first``: whether it is this one; None: the first rank of the last pipeline stage, which
     counts in every framework. ``sample``: what a sample is, in words. ``leave_out``: the setting
-    that takes empty samples and prompts out of the counts. Returns the plan. No collective.
+    that takes empty samples and prompts out of the counts. ``counted``: of a step of several
+    plans. Returns the plan. No collective.
     """
     is_new = first_time(f"counts of {plan.aggregation!r}")
     if is_new and (_is_first() if is_first is None else is_first):
         of_sample = sample and f"; a sample is {sample}"
-        say(f"{plan.aggregation}; its first step counted {plan.counted}{of_sample}")
+        say(f"{plan.aggregation}; its first step counted {counted or plan.counted}{of_sample}")
     if leave_out:
         kind = _counted_empty(plan.aggregation)
         number = kind and getattr(plan.counted, f"empty_{kind}")

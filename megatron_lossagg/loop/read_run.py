@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.contract.finalize import own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
+from megatron_lossagg.contract.scaling import K_FORMULA
 from megatron_lossagg.contract.side_loss_scale import check_follow
 from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.guards.agreement import agree
@@ -20,7 +21,7 @@ from megatron_lossagg.record.writer import RecordFile, opened_record
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["aggregation_of", "agree_further", "read_run"]
+__all__ = ["aggregation_of", "agree_further", "described", "read_run"]
 
 
 def read_run(
@@ -87,3 +88,13 @@ def aggregation_of(aggregation: Aggregation | str, numbers: dict[str, Any]) -> A
             f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
         )
     return aggregation
+
+
+def described(aggregation: Aggregation, run: RunFacts, probe: object, note: str) -> str:
+    """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
+    cp = "dynamic" if run.groups.is_dynamic else run.groups.cp_size
+    line = (
+        f"loss aggregation {aggregation}; loss scaling {run.loss_scaling}, K = "
+        f"{K_FORMULA[run.loss_scaling]} (DP {run.groups.dp_size}, CP {cp}); probe: {probe or 'off'}"
+    )
+    return f"{line}\n{note}" if note else line

@@ -168,6 +168,10 @@ class Step:
         """M of this schedule call."""
         self.forward_only = forward_only
         self.is_finished = False
+        self.has_passed = False
+        """Whether it has finished, with nothing wrong."""
+        self.recorded: Mapping[str, Any] = {}
+        """What its guards found for the record."""
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
         self.scaling = Scaling(
@@ -175,6 +179,7 @@ class Step:
             num_microbatches=num_microbatches,
             dp_cp_size=groups.dp_cp_size,
             active_tokens=None if plan is None else plan.totals.active_tokens,
+            is_deferred=plan is not None and plan.total is not None,
         )
         """What Megatron does to this step's loss, and K."""
         self._groups = groups
@@ -246,7 +251,7 @@ class Step:
     def k(self) -> int:
         """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
 
-        1 on a pipeline stage without counts, and if N is 0.
+        1 on a pipeline stage without counts, if N is 0, and per-token in a deferred step.
         """
         return 1 if self._plan is None else self.scaling.k
 
@@ -334,7 +339,8 @@ class Step:
             self._guards.tell("on_outputs", reducer, loss, coefficient)
             self._tracker.add(reducer.microbatch.segments.own_sequences)
             if self._recorder is not None:
-                self._recorder.add(reducer, is_first=self._tracker.num_calls == 1)
+                is_first = self._tracker.num_calls == 1 and not self.scaling.is_deferred
+                self._recorder.add(reducer, is_first=is_first)
         return outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
 
     def _detached(self, loss: Tensor) -> Tensor:
@@ -364,8 +370,10 @@ class Step:
         if self._plan is not None:
             self._plan.check()
         if self._recorder is not None:
-            recorded = self._guards.recorded()
-            self._recorder.finish(self.plan, self.scaling, self._groups, recorded)
+            self.recorded = self._guards.recorded()
+            if not self.scaling.is_deferred:
+                self._recorder.finish([self.plan], self.scaling, self._groups, self.recorded)
+        self.has_passed = True
         record_first_step()
 
     def _fault(self) -> str:

@@ -24,6 +24,7 @@ from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record
+from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
@@ -131,8 +132,15 @@ class StepRecorder:
         self._trained: list[Tensor] = []
         """The sum of each microbatch's trained weights, 0-dim float64."""
 
+    @staticmethod
+    def of(
+        group: ProcessGroup | None, file: RecordFile | None, iteration: int | None
+    ) -> StepRecorder | None:
+        """Make it of what :func:`opened_record` returned; None without a group."""
+        return None if group is None else StepRecorder(Exchange(group), file, iteration)
+
     def add(self, reducer: Reducer, *, is_first: bool) -> None:
-        """Note a microbatch; ``is_first``: of its pass over the step. No host sync."""
+        """Note a microbatch; ``is_first``: of a pass over the whole step. No host sync."""
         if is_first:
             self._trained.clear()
         trained = reducer.weight_sum(torch.float64)
@@ -140,23 +148,28 @@ class StepRecorder:
             self._trained.append(trained)
 
     def finish(
-        self, plan: StepPlan, scaling: Scaling, groups: LiveGroups, recorded: Mapping[str, Any]
+        self,
+        plans: Sequence[StepPlan],
+        scaling: Scaling,
+        groups: LiveGroups,
+        recorded: Mapping[str, Any],
+        *,
+        counted: Counted | None = None,
+        total: float = 1.0,
     ) -> None:
         """Gather the step and append its line; every rank of ``exchange`` calls.
 
-        ``recorded``: what the step's guards found, by the field of the line. One
-        all-gather, one host sync for it and one to read the sums.
+        ``plans``: of its schedule calls. ``recorded``: what the step's guards found, by the field
+        of the line. ``counted``: over several calls. ``total``: what the weights are over that
+        were trained. One all-gather, one host sync for it and one to read the sums.
         """
+        plan = plans[0]
+        counted = counted or plan.counted
         has_weights = plan.aggregation.mode != CUSTOM
         own = 0
         if has_weights and groups.cp_rank == 0:
-            is_weighed = plan.aggregation.count == "weights"
-            weight_S, is_left_out_S = plan.weight_S, plan.is_left_out_S
-            if is_left_out_S is not None:  # as of a run that does not have them
-                weight_S = weight_S[~is_left_out_S]
-            columns = [weight_S, plan.counted_S] if is_weighed else [weight_S]
-            own = hash_weights(plan.counted_sequences.active_tokens, *columns)
-        trained = torch.stack(self._trained).tolist() if self._trained else []
+            own = sum(map(_hash_of, plans)) % 2**64
+        trained = [w / total for w in torch.stack(self._trained).tolist()] if self._trained else []
         weights, weight_sum = _gathered(self._exchange, own, trained)
         if self._file is None:
             return
@@ -169,12 +182,12 @@ class StepRecorder:
                 exponent=aggregation.exponent,
                 count_empty=bool(aggregation.count_empty),
                 count=aggregation.count,
-                active_tokens=plan.counted_totals.active_tokens,
-                samples=plan.counts.known("samples"),
-                prompts=plan.counts.known("prompts"),
+                active_tokens=counted.active_tokens,
+                samples=_of_kind(plans, counted, "samples"),
+                prompts=_of_kind(plans, counted, "prompts"),
                 weights=weights if has_weights else "",
                 weight_sum=weight_sum if has_weights else None,
-                weight_expected=plan.expected_weight,
+                weight_expected=_sum_of([one.expected_weight for one in plans]),
                 k=scaling.k,
                 loss_scaling=scaling.loss_scaling,
                 num_microbatches=scaling.num_microbatches,
@@ -184,9 +197,30 @@ class StepRecorder:
                 ratios=list(recorded.get("ratios", ())),
                 warned=list(recorded.get("warned", ())),
                 version=megatron_lossagg.__version__,
-                counted=plan.counted.known,
+                counted=counted.known,
             )
         )
+
+
+def _hash_of(plan: StepPlan) -> int:
+    """Hash the weights of a plan's sequences on this rank."""
+    weight_S, is_left_out_S = plan.weight_S, plan.is_left_out_S
+    if is_left_out_S is not None:  # as of a run that does not have them
+        weight_S = weight_S[~is_left_out_S]
+    is_weighed = plan.aggregation.count == "weights"
+    columns = [weight_S, plan.counted_S] if is_weighed else [weight_S]
+    return hash_weights(plan.counted_sequences.active_tokens, *columns)
+
+
+def _of_kind(plans: Sequence[StepPlan], counted: Counted, name: str) -> Any:
+    """Sum a count over plans; None if they share some."""
+    is_known = getattr(counted, name) is not None
+    return _sum_of([plan.counts.known(name) for plan in plans]) if is_known else None
+
+
+def _sum_of(values: Sequence[Any]) -> Any:
+    """Sum numbers; None if one is not known."""
+    return None if None in values else sum(values)
 
 
 def _gathered(exchange: Exchange, own_hash: int, trained: Sequence[float]) -> tuple[str, float]:

@@ -126,6 +126,12 @@ class Aggregation:
         """The kinds of ids that must be passed, for without them no sequence has a weight."""
         return MODES[self.mode].needs
 
+    @property
+    def total(self) -> tuple[object, ...]:
+        """The mode's :attr:`Mode.total` and how it is counted: equal if one number is both's."""
+        own = (self.count, self.count_empty, self.count_left_out, self.exponent)
+        return (MODES[self.mode].total, *own)
+
     def reads(self, ids: Ids) -> bool:
         """Whether weights may depend on ids of a kind; a user's own may on each."""
         return ids in self.needs or self.mode == OWN_WEIGHTS

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from megatron_lossagg.errors import PlanError
@@ -46,6 +47,19 @@ class Counted:
         return Counted(
             active_tokens=totals.active_tokens, samples=totals.samples, prompts=totals.prompts
         )
+
+    @staticmethod
+    def of_all(each: Sequence[Counted], unknown: Collection[str] = ()) -> Counted:
+        """Add up what several plans of one step counted.
+
+        ``unknown``: the kinds of ids, such as ``sample``, that two plans share.
+        """
+        numbers = {}
+        for field in fields(Counted):
+            values = [getattr(one, field.name) for one in each]
+            is_shared = any(kind in field.name for kind in unknown)
+            numbers[field.name] = None if is_shared or None in values else sum(values)
+        return Counted(**numbers)
 
     @property
     def known(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import Floats
 from megatron_lossagg.reduction.step_table import StepTable
 from megatron_lossagg.reduction.totals import StepTotals, WeightTotals
@@ -28,11 +30,17 @@ class ModeCounts:
     """
 
     def __init__(
-        self, aggregation: Aggregation, totals: StepTotals | WeightTotals, num_microbatches: int
+        self,
+        aggregation: Aggregation,
+        totals: StepTotals | WeightTotals,
+        num_microbatches: int,
+        given: Mapping[str, float] | None = None,
     ) -> None:
         self.totals = totals
         """What the aggregation counts, tokens or token weights; an unknown total is None."""
-        self.divisor = aggregation.divisor or 1.0
+        self._given = given or {}
+        """Numbers that stand in place of counts."""
+        self.divisor = self._given.get("divisor", aggregation.divisor or 1.0)
         self.num_microbatches = num_microbatches
         self._aggregation = aggregation
         self._exponent = aggregation.exponent or 0.0
@@ -62,14 +70,19 @@ class ModeCounts:
         """Return these counts with n_b of every sample of the step in place of this rank's."""
         lengths: Any = self.totals.sample_lengths
         totals = self.totals if lengths is None else replace(self.totals, sample_tokens=lengths)
-        return ModeCounts(self._aggregation, totals, self.num_microbatches)
+        return ModeCounts(self._aggregation, totals, self.num_microbatches, self._given)
+
+    def with_total(self, total: float) -> ModeCounts:
+        """Return these counts with a number in place of the mode's :attr:`Mode.total`."""
+        given = {str(MODES[self._aggregation.mode].total): total}
+        return ModeCounts(self._aggregation, self.totals, self.num_microbatches, given)
 
     def of_all_sequences(self) -> ModeCounts:
         """Return these counts with every sequence of the step in place of this rank's.
 
         Raises :class:`PlanError` if they were not gathered.
         """
-        every = ModeCounts(self._aggregation, self.totals, self.num_microbatches)
+        every = ModeCounts(self._aggregation, self.totals, self.num_microbatches, self._given)
         every._all = self.table
         return every
 
@@ -89,6 +102,8 @@ class ModeCounts:
 
         It depends neither on the order of samples nor on how ranks share them.
         """
+        if "length_power_sum" in self._given:
+            return self._given["length_power_sum"]
         lengths, counts = np.unique(self.sample_lengths, return_counts=True)
         try:
             with np.errstate(over="ignore"):
@@ -98,6 +113,8 @@ class ModeCounts:
 
     def known(self, name: str) -> Any:
         """Return a total, or None if it is not known."""
+        if name in self._given:
+            return self._given[name]
         if self._all is not None and name in _OF_A_SEQUENCE:
             return self._all.column(name, count_empty=bool(self._aggregation.count_empty))
         if name in _OF_A_SEQUENCE:

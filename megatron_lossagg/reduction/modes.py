@@ -52,6 +52,9 @@ class Mode:
     """The kinds of ids that must be passed; ids of samples never: by default each is a sample."""
     needs_all: bool = False
     """Whether every rank needs the sequences of all ranks."""
+    total: str | None = None
+    """The one count of the whole step in the denominator, such as N, by its name in
+    :class:`ModeCounts`: a deferred step divides by it at its end. None: there is none."""
 
     @property
     def formula(self) -> str:
@@ -67,6 +70,7 @@ MODES: dict[str, Mode] = {
             weight="1/N",
             divisor="none",
             meaning="mean over all active tokens of the step (DAPO)",
+            total="active_tokens",
             denominator=lambda c: c.active_tokens,
             expected=lambda c: c.active_tokens / c.active_tokens,
         ),
@@ -75,6 +79,7 @@ MODES: dict[str, Mode] = {
             weight="1/({B} n_b)",
             divisor="none",
             meaning="mean over samples of each sample's token mean (GRPO)",
+            total="samples",
             denominator=lambda c: c.sample_tokens * c.samples,
             expected=lambda c: c.active_samples / c.samples,
         ),
@@ -84,6 +89,7 @@ MODES: dict[str, Mode] = {
             divisor="none",
             needs=("prompt",),
             meaning="mean over prompts of each prompt's token mean (ScaleRL)",
+            total="prompts",
             denominator=lambda c: c.prompt_tokens * c.prompts,
             expected=lambda c: c.active_prompts / c.prompts,
         ),
@@ -92,6 +98,7 @@ MODES: dict[str, Mode] = {
             weight="1/({B} {L})",
             divisor="required",
             meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
+            total="samples",
             denominator=lambda c: c.samples * c.divisor,
             expected=lambda c: c.active_tokens / (c.samples * c.divisor),
         ),
@@ -100,6 +107,7 @@ MODES: dict[str, Mode] = {
             weight="1/{B}",
             divisor="none",
             meaning="token sums, mean over samples",
+            total="samples",
             denominator=lambda c: c.samples,
             expected=lambda c: c.active_tokens / c.samples,
         ),
@@ -108,6 +116,7 @@ MODES: dict[str, Mode] = {
             weight="1/{C}",
             divisor="optional",
             meaning="sum over all active tokens, over a constant C (1 by default)",
+            total="divisor",
             denominator=lambda c: c.divisor,
             expected=lambda c: c.active_tokens / c.divisor,
         ),
@@ -119,6 +128,7 @@ MODES: dict[str, Mode] = {
             needs_all=True,
             meaning="samples by a power of their length, over the sum Z of n_b^(1-a): all weights "
             "w_s n_s sum to 1; a = 0 is token_mean, a = 1 sample_mean without empty samples",
+            total="length_power_sum",
             denominator=lambda c: c.length_power * c.length_power_sum,
             expected=lambda c: 1.0,
         ),
@@ -130,6 +140,7 @@ MODES: dict[str, Mode] = {
             needs_all=True,
             meaning="token means of groups c, such as prompt and sign of the advantage, weighted "
             "by their samples k_c",
+            total="samples",
             denominator=lambda c: c.group_tokens / c.group_samples * c.samples,
         ),
         Mode(
@@ -138,6 +149,7 @@ MODES: dict[str, Mode] = {
             divisor="none",
             needs_all=True,
             meaning="mean over samples of the mean of their R_b sequences' token means (sessions)",
+            total="samples",
             denominator=lambda c: c.sequence_tokens * c.rows * c.samples,
         ),
         Mode(

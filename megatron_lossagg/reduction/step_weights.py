@@ -40,6 +40,9 @@ class StepWeights:
     totals: StepTotals
     num_calls: int = field(default=1, repr=False)
     """Schedule calls of one optimizer step, each planned by itself, which train their mean."""
+    total: float | None = None
+    """What stands in place of the mode's own :attr:`Mode.total`: 1 in a call of a deferred step,
+    whose gradients are divided at its end. None: what the plan counts."""
     _under: dict[Aggregation, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -77,6 +80,16 @@ class StepWeights:
         return ModeCounts.of(
             self.aggregation, self.counted_totals, self.sequences.num_microbatches or 1
         )
+
+    @cached_property
+    def counts_of_weights(self) -> ModeCounts:
+        """The counts that the weights are over: :attr:`counts` with :attr:`total` in its place."""
+        return self.counts if self.total is None else self.counts.with_total(self.total)
+
+    @property
+    def counted_total(self) -> float:
+        """What the plan counts for the mode's :attr:`Mode.total`; raises :class:`PlanError`."""
+        return float(getattr(self.counts, str(MODES[self.aggregation.mode].total)))
 
     @property
     def counted_S(self) -> Ints | Floats:

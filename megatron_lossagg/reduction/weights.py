@@ -41,8 +41,8 @@ def weights_of_rank(plan: StepWeights) -> Floats:
         own: slice = plan.counts.table.own
         return plan.weight_A[own]
     # What all ranks know is checked, so that none waits for another.
-    _check_size(plan, _by_denominator(plan, plan.counts.of_all_samples(), None))
-    weight_S = _by_denominator(plan, plan.counts, plan.counted_S)
+    _check_size(plan, _by_denominator(plan, plan.counts_of_weights.of_all_samples(), None))
+    weight_S = _by_denominator(plan, plan.counts_of_weights, plan.counted_S)
     if omega_S is None:
         return weight_S
     is_of_all = aggregation.mode != "microbatch_token_mean"  # n_mb of other ranks is not gathered
@@ -55,7 +55,7 @@ def weights_of_rank(plan: StepWeights) -> Floats:
 
 def weights_of_all(plan: StepWeights) -> Floats:
     """Compute w_s of every sequence of the step, ``[A]``, the same on every rank."""
-    every, table = plan.counts.of_all_sequences(), plan.counts.table
+    every, table = plan.counts_of_weights.of_all_sequences(), plan.counts.table
     function = plan.aggregation.weights_function
     if function is not None:
         base_A = function(StepCounts(every), table.counted_A > 0)
@@ -80,7 +80,8 @@ def weight_sum(plan: StepWeights) -> float | None:
         if plan.counts.is_empty:
             return 0.0
         if mode.expected is not None and plan.sequences.sequence_weight is None:
-            return float(mode.expected(plan.counts))
+            over = 1.0 if plan.total is None else plan.counted_total / plan.total
+            return float(mode.expected(plan.counts)) * over
         return math.fsum(plan.weight_A * plan.counts.table.counted_A)
     except PlanError:  # a total that is not needed for a weight
         return None

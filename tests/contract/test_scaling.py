@@ -6,7 +6,13 @@ from math import prod
 
 import pytest
 
-from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS, Scaling, ddp_factor
+from megatron_lossagg.contract.scaling import (
+    K_FORMULA,
+    LOSS_SCALINGS,
+    Scaling,
+    ddp_factor,
+    deferred_factor,
+)
 
 SIZES = list(itertools.product((1, 3), (1, 2), (1, 2, 4)))  # M, DP, CP
 
@@ -47,6 +53,24 @@ def test_the_factors_from_partial_loss_to_gradient_multiply_to_1(loss_scaling, m
     assert [f.where for f in factors] == places
     assert factors[0].factor == scaling(loss_scaling, m, dp, cp).k
     assert f"K = {K_FORMULA[loss_scaling]}" in factors[0].does
+
+
+@pytest.mark.parametrize("n", [78, 0])
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_calls_of_different_sizes_are_divided_by_one_total(loss_scaling, n):
+    """Of two calls, M 2 and 5 at DP CP 4, what Megatron makes of a partial loss of 1 in each."""
+    total, sums = 13.0, 0.0
+    for m in (2, 5):
+        call = Scaling(
+            loss_scaling=loss_scaling,
+            num_microbatches=m,
+            dp_cp_size=4,
+            active_tokens=n // 2,
+            is_deferred=True,
+        )
+        sums += call.k * call.schedule_factor * (1 / 4 if loss_scaling == "average" else 1)
+    finalized = sums / max(n, 1) if loss_scaling == "per_token" else sums
+    assert finalized * deferred_factor(loss_scaling, total, n) == pytest.approx(2 / total)
 
 
 def test_k_by_hand():

@@ -5,6 +5,7 @@ import itertools
 import re
 
 import accumulation_programs
+import deferred_programs
 import fault_programs
 import pytest
 import running_fault_programs
@@ -19,6 +20,7 @@ PROGRAMS = {
     **vars(fault_programs),
     **vars(running_fault_programs),
     **vars(accumulation_programs),
+    **vars(deferred_programs),
 }
 
 

@@ -107,7 +107,7 @@ def test_token_weights_are_part_of_the_loss_where_every_sequence_has_one_weight(
         plan = plan_step(aggregation, Sequences(active_tokens=[4, 4], token_weight_sums=sums))
         assert plan.weights.tolist() == [1 / 80, 1 / 80]
         recorder = StepRecorder(Exchange(None), file, None)
-        recorder.finish(plan, scaling, groups_of(), {})
+        recorder.finish([plan], scaling, groups_of(), {})
     first, moved, other = (step.weights for step in read_record(tmp_path / "a.jsonl").values())
     assert first == moved  # the same sequences in another order
     assert first != other
@@ -117,6 +117,6 @@ def test_the_hash_of_a_step_that_counts_its_mask_is_of_tokens_and_weights(tmp_pa
     file = RecordFile(str(tmp_path / "a.jsonl"))
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[4, 2]))
     scaling = Scaling(loss_scaling="average", num_microbatches=1, dp_cp_size=1)
-    StepRecorder(Exchange(None), file, None).finish(plan, scaling, groups_of(), {})
+    StepRecorder(Exchange(None), file, None).finish([plan], scaling, groups_of(), {})
     (step,) = read_record(tmp_path / "a.jsonl").values()
     assert step.weights == f"{hash_weights(np.array([4, 2]), np.array([1 / 8, 1 / 4])):016x}"

@@ -1,0 +1,120 @@
+"""Deferred steps train the mode over all their calls: by gradient, next to loops over tokens."""
+
+import json
+
+import pytest
+from conftest import early, launched, new_folder
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.verify.cases import CASES, Case
+from megatron_lossagg.verify.job import LOSS_SCALINGS, Job, write_job
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
+
+TWO = [
+    Parallelism(dp=2, microbatches=2),
+    Parallelism(dp=2, microbatches=(1, 3)),
+    Parallelism(dp=2, microbatches=2, overlap_grad_reduce=True),
+    Parallelism(dp=2, microbatches=2, overlap_grad_reduce=True, distributed_optimizer=True),
+    Parallelism(dp=2, microbatches=2, distributed_optimizer=True, average_in_collective=True),
+    Parallelism(cp=2, microbatches=2),
+    Parallelism(tp=2, sequence_parallel=True, microbatches=2),
+    Parallelism(pp=2, microbatches=2),
+    Parallelism(pp=2, vpp=2, microbatches=2, overlap_grad_reduce=True),
+    Parallelism(dp=2, ep=2, moe=True, microbatches=2),
+    Parallelism(dp=2, mtp=True, float32=True, microbatches=2),
+]
+FOUR = [
+    Parallelism(
+        dp=2,
+        tp=2,
+        sequence_parallel=True,
+        microbatches=2,
+        overlap_grad_reduce=True,
+        distributed_optimizer=True,
+    ),
+    Parallelism(cp=2, pp=2, microbatches=2),
+]
+FIRST = [Aggregation("token_mean"), Aggregation("sample_mean"), Aggregation("constant", divisor=40)]
+MORE = [
+    case
+    for case in CASES
+    if MODES[case.aggregation.mode].total
+    and (case.aggregation not in FIRST or case.weighs_sequences)
+    and (case.second is None or case.second.total == case.aggregation.total)
+]
+TERMS = Case(aggregation=Aggregation("sample_mean"), second=Aggregation("sample_sum"))
+LEFT_OUT = Case(aggregation=Aggregation("sample_mean"), leaves_out=True)
+OF_ALL = [Case(aggregation=one) for one in FIRST]
+OF_ONE = [*OF_ALL, *MORE, TERMS, LEFT_OUT]
+
+
+def run(layouts, cases):
+    write_job(Job(layouts=layouts, cases=cases), file := new_folder() / "job")
+    out = launched("megatron/deferred_worker.py", file, processes=layouts[0].world_size)
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
+    return {tuple(key): (errors, tolerance) for key, errors, tolerance in found}
+
+
+@early
+def of_two_ranks():
+    return run(TWO, OF_ONE)
+
+
+@early
+def of_four_ranks():
+    return run(FOUR, OF_ALL)
+
+
+def has_side(layout, loss_scaling):
+    """Whether the worker trains side losses; of experts in the per-token loss scaling only."""
+    return layout.mtp or (layout.moe and loss_scaling == "per_token")
+
+
+def is_exact(layout, loss_scaling, case):
+    """Whether side losses, where there are some, allow it."""
+    return not has_side(layout, loss_scaling) or (loss_scaling == "per_token" and case is OF_ALL[0])
+
+
+def check(found, key):
+    errors, tolerance = found[key]
+    assert errors["gradient"] < tolerance
+    assert errors.get("loss", 0) < tolerance
+    assert errors.get("side", 0) < tolerance
+    assert errors.get("weights", 0) < WEIGHT_SUM_TOLERANCE
+
+
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+@pytest.mark.parametrize("case", OF_ONE, ids=str)
+def test_the_gradient_of_all_calls_is_that_of_the_mode(of_two_ranks, case, loss_scaling):
+    check(of_two_ranks, (str(TWO[0]), loss_scaling, str(case)))
+
+
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+@pytest.mark.parametrize("case", OF_ALL, ids=str)
+def test_a_total_that_is_passed_divides_in_place_of_the_counted_one(
+    of_two_ranks, case, loss_scaling
+):
+    check(of_two_ranks, (str(TWO[0]), loss_scaling, f"{case} / 50"))
+
+
+OF_EACH = [
+    (layout, scaling, case)
+    for layout in [*TWO[1:], *FOUR]
+    for scaling in LOSS_SCALINGS
+    for case in OF_ALL
+    if is_exact(layout, scaling, case)
+]
+
+
+@pytest.mark.parametrize(("layout", "loss_scaling", "case"), OF_EACH, ids=str)
+def test_the_gradient_does_not_depend_on_the_layout(request, layout, loss_scaling, case):
+    ranks = "of_two_ranks" if layout in TWO else "of_four_ranks"
+    found, key = request.getfixturevalue(ranks), (str(layout), loss_scaling, str(case))
+    check(found, key)
+    assert ("side" in found[key][0]) == has_side(layout, loss_scaling)
+
+
+def test_every_mode_with_a_total_is_trained():
+    trained = {case.aggregation.mode for case in OF_ONE}
+    assert trained == {name for name, mode in MODES.items() if mode.total}
