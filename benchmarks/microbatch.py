@@ -39,7 +39,7 @@ SEQUENCES = (12, 512)
 RANKS = "--ranks"
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
 _STAND_INS = str(Path(PACKAGE, "cpu"))
-"""What replaces functions of torch where there is no GPU; no call of a run on one."""
+"""What replaces functions of torch on a machine without a GPU; its calls are left out."""
 
 LossFunc = Callable[[Tensor], Tensor]
 

@@ -25,8 +25,7 @@ by, and each sequence's loss is multiplied by w_s N or w_s B, which need no coun
 A sequence whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
 ``samples_per_step`` to count such sequences too. A mask that is not 0 or 1 is refused. Sources:
 NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``NLLLossFn``, ``MseValueLossFn``, ``DistillationLossFn``,
-``SequencePackingLossWrapper``, ``LossPostProcessor``, ``process_global_batch``,
-``MegatronPolicyWorkerImpl.finish_train_step``.
+``SequencePackingLossWrapper``, ``process_global_batch``, ``finish_train_step``.
 """
 
 from __future__ import annotations
