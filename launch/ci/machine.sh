@@ -48,6 +48,7 @@ list() {
 typed() {
     local settings
     mapfile -t settings < <(env | grep '^PIP_' || true)
+    # shellcheck disable=SC2016  # what the inner shell expands
     env -i HOME="$WORK/home" PATH="$SYSTEM_PATH" "${settings[@]}" bash -euc \
         'cd "$1"; if [[ -e ../environment ]]; then . ../environment/bin/activate; fi; eval "$2"' \
         - "$CHECKOUT" "$1"
@@ -151,8 +152,12 @@ for NAME in "${NAMES[@]}"; do
         tried "$PYTHON" "$FIRST"
         echo "| $FOUND | $RESULT |" >"$WORK/row"
     )
-    (($?)) && echo "| $FOUND | FAILED | |" >"$WORK/row" && STATUS=1
+    FAILED=$?
     set -e
+    if ((FAILED)); then
+        echo "| $FOUND | FAILED | |" >"$WORK/row"
+        STATUS=1
+    fi
     ROWS+=("$(cat "$WORK/row")")
     [[ ${ROWS[-1]} == *SKIPPED* ]] || RAN=1
     rm -rf "$WORK"
