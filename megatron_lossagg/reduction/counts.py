@@ -34,7 +34,7 @@ from megatron_lossagg.reduction.sequences import (
     hashed,
 )
 from megatron_lossagg.reduction.step_table import StepTable
-from megatron_lossagg.reduction.totals import StepTotals, WeightTotals, WhichStep
+from megatron_lossagg.reduction.totals import StepTotals, WhichStep
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.exchange import Exchange
@@ -254,47 +254,33 @@ def _of_table(
     kept: str = "",
 ) -> StepTotals:
     """Count a table of all ranks' sequences, of which this rank's begin at ``first``."""
-    n_S, v_S, tokens_A = sequences.active_tokens, sequences.token_weight_sums, table["tokens"]
-    own_A, size = slice(first, first + len(n_S)), len(of_ranks["sequences"])
     step_table = StepTable(
-        counted_A=tokens_A,
+        counted_A=table["tokens"],
         groups=groups,
         sequence_weight_A=table[_OMEGA].view(np.float64) if _OMEGA in table else None,
         columns={name: table[_OWN + name].view(np.float64) for name in sequences.columns},
-        own=own_A,
+        own=slice(first, first + len(sequences.active_tokens)),
     )
+
+    def totals(total: Any, counted_S: _Numbers, counted_A: _Numbers, active: str) -> StepTotals:
+        found = _count_ids(groups, counted_S, counted_A, step_table.own)
+        found["microbatch_tokens"], _ = _count_microbatches(sequences, counted_S)
+        return StepTotals(
+            active_tokens=total,
+            microbatch_means=_microbatch_means(of_ranks, f"{kept}{active}_microbatches"),
+            data_parallel_size=len(of_ranks["sequences"]),
+            table=replace(step_table, counted_A=counted_A),
+            **found,
+        )
+
+    n_S, v_S, tokens_A = sequences.active_tokens, sequences.token_weight_sums, table["tokens"]
+    of_tokens = totals(int(tokens_A.sum()), n_S, tokens_A, "active")
     weighted = None
     if v_S is not None:
         v_A = table[_WEIGHTS].view(np.float64)
-        each: dict[str, Any] = {
-            "samples": len(v_A),
-            "active_samples": int(np.count_nonzero(v_A)),
-            "sample_tokens": v_S,
-        }
-        weighted = WeightTotals(
-            active_tokens=math.fsum(v_A),
-            microbatch_means=_microbatch_means(of_ranks, f"{kept}weighted_microbatches"),
-            data_parallel_size=size,
-            microbatch_tokens=_count_microbatches(sequences, v_S)[0],
-            table=replace(step_table, counted_A=v_A),
-            **each | _count_ids(groups, v_A, own_A),
-        )
-    found: dict[str, Any] = {
-        "samples": len(tokens_A),
-        "active_samples": int(np.count_nonzero(tokens_A)),
-        "sample_tokens": n_S,
-    }
-    found |= _count_ids(groups, tokens_A, own_A)
-    return StepTotals(
-        active_tokens=int(tokens_A.sum()),
-        microbatch_means=_microbatch_means(of_ranks, f"{kept}active_microbatches"),
-        data_parallel_size=size,
-        longest_sample=int(found["sample_lengths"].max(initial=0)),
-        microbatch_tokens=_count_microbatches(sequences, n_S)[0],
-        weighted=weighted,
-        table=step_table,
-        **found,
-    )
+        weighted = totals(math.fsum(v_A), v_S, v_A, "weighted")
+    n_b: Any = of_tokens.sample_lengths
+    return replace(of_tokens, longest_sample=int(n_b.max(initial=0)), weighted=weighted)
 
 
 _WEIGHTS, _OMEGA = GATHERED_FLOATS
@@ -306,9 +292,16 @@ def _microbatch_means(of_ranks: Mapping[str, Ints], active: str) -> float | None
     return float((of_ranks[active] / m_W).sum()) if m_W.all() else None
 
 
-def _count_ids(groups: Mapping[Kind, IdGroups], tokens_A: _Numbers, own_A: slice) -> dict[str, Any]:
+def _count_ids(
+    groups: Mapping[Kind, IdGroups], tokens_S: _Numbers, tokens_A: _Numbers, own_A: slice
+) -> dict[str, Any]:
     """Count samples and prompts of all ranks' sequences, and the tokens of this rank's."""
-    found: dict[str, Any] = {"sample_lengths": tokens_A}
+    found: dict[str, Any] = {
+        "samples": len(tokens_A),
+        "active_samples": int(np.count_nonzero(tokens_A)),
+        "sample_lengths": tokens_A,
+        "sample_tokens": tokens_S,
+    }
     for kind, ids in groups.items():
         if kind == "group":  # the table of all sequences counts it
             continue

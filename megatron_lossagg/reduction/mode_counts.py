@@ -17,7 +17,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import Floats
 from megatron_lossagg.reduction.step_table import StepTable
-from megatron_lossagg.reduction.totals import StepTotals, WeightTotals
+from megatron_lossagg.reduction.totals import StepTotals
 
 __all__ = ["ModeCounts"]
 
@@ -32,7 +32,7 @@ class ModeCounts:
     def __init__(
         self,
         aggregation: Aggregation,
-        totals: StepTotals | WeightTotals,
+        totals: StepTotals,
         num_microbatches: int,
         given: Mapping[str, float] | None = None,
     ) -> None:

@@ -12,37 +12,9 @@ import numpy as np
 
 from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.integers import Ints, is_integer
-from megatron_lossagg.reduction.sequences import Floats
 from megatron_lossagg.reduction.step_table import StepTable
 
-__all__ = ["StepTotals", "WeightTotals", "WhichStep"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightTotals:
-    """The step's sums of token weights, under the names of :class:`StepTotals`.
-
-    An active sample or prompt is one whose sum is not 0. Each sum over sequences is rounded once,
-    so that it depends neither on their order nor on how ranks share them.
-    """
-
-    active_tokens: float
-    samples: int
-    active_samples: int
-    prompts: int | None = None
-    active_prompts: int | None = None
-    microbatch_means: float | None
-    data_parallel_size: int | None
-    sample_lengths: Floats
-    sample_tokens: Floats
-    prompt_tokens: Floats | None = None
-    microbatch_tokens: Floats | None
-    table: StepTable
-
-    def __post_init__(self) -> None:
-        for value in vars(self).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # the weights follow from them
+__all__ = ["StepTotals", "WhichStep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +55,12 @@ class StepTotals:
     """n_p likewise; None without prompt ids."""
     microbatch_tokens: Ints | None = field(default=None, repr=False, compare=False)
     """n_mb of each of this rank's sequences' microbatch; None without ``Sequences.microbatch``."""
-    weighted: WeightTotals | None = field(default=None, repr=False, compare=False)
-    """The same in token weights; None without ``Sequences.token_weight_sums``."""
+    weighted: StepTotals | None = field(default=None, repr=False, compare=False)
+    """The same in token weights, float64; None without ``Sequences.token_weight_sums``.
+
+    An active sample or prompt is one whose sum is not 0. Each sum over sequences is rounded once,
+    so that it depends neither on their order nor on how ranks share them.
+    """
     table: StepTable | None = field(default=None, repr=False, compare=False)
     """The sequences of all ranks; None if they were not gathered."""
     kept: StepTotals | None = field(default=None, repr=False, compare=False)
