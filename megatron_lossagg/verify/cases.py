@@ -114,8 +114,9 @@ def mean_of_prompts(counts: StepCounts) -> Any:
 OWN_CASES: tuple[Case, ...] = (
     Case(aggregation=Aggregation(weights=mean_of_prompts)),
     Case(aggregation=Aggregation("sample_mean"), weighs_sequences=True),
+    Case(aggregation=Aggregation("sample_mean"), leaves_out=True),
 )
-"""A weights function, and a weight of each sequence."""
+"""A weights function, a weight of each sequence, and sequences that leave the counts."""
 
 CASES = (*MASK_CASES, *WEIGHT_CASES, *OWN_CASES)
 """What ``lossagg verify`` verifies."""

@@ -16,7 +16,7 @@ from launching import ROOT
 
 pytestmark = pytest.mark.launches
 
-PAGES = {"README.md": "42 of 42", "docs/start.md": "2 of 2"}
+PAGES = {"README.md": "44 of 44", "docs/start.md": "2 of 2"}
 """With the cases that pass."""
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
 

@@ -12,7 +12,7 @@ from megatron_lossagg.verify.cases import CASES as CASES_OF_VERIFY
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import Parallelism
 
-LEFT_OUT = [replace(case, leaves_out=True) for case in CASES_OF_VERIFY]
+LEFT_OUT = dict.fromkeys(replace(case, leaves_out=True) for case in CASES_OF_VERIFY)
 """Every case of a verification, without some rows, an empty sequence and a whole prompt."""
 KL = Aggregation("sample_mean", count_left_out=True)
 CASES = (

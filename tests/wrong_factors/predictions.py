@@ -35,7 +35,7 @@ def token_weights(facts, aggregation, *, only=None, change=lambda index, sequenc
         x = list(x_Y[start : start + len(sequences[index])])
         changed, key = change(index, sequences[index]), facts.assignment.keys[index]
         sequence = as_reference(changed, key, aggregation)
-        step.append({**sequence, "x": x})
+        step.append({**sequence, "left_out": changed.left_out, "x": x})
     options = reference_options(aggregation, facts.assignment.microbatches)
     loss = reference_loss.step_loss(aggregation.mode, step, **options)
     if not loss.requires_grad:  # nothing is trained
@@ -90,12 +90,23 @@ def weighted(weights):
     """Predict from ``weights``: every token's in the gradient and in the report, ``[Y]`` each."""
 
     def predict(facts, case, wanted):
+        facts = facts if case.leaves_out else without_any_left_out(facts)
         factor_Y = sequence_factors(facts, case)
         first = [weight_Y * factor_Y for weight_Y in weights(facts, case.aggregation)]
         second = weights(facts, case.second) if case.second else None
         return predicted(facts, case, first, second)
 
     return predict
+
+
+def without_any_left_out(facts):
+    sequences = [replace(sequence, left_out=False) for sequence in facts.reference.sequences]
+    return replace(facts, reference=replace(facts.reference, sequences=sequences))
+
+
+def kept(facts):
+    """Return the sequences that are not left out of the counts."""
+    return [sequence for sequence in facts.reference.sequences if not sequence.left_out]
 
 
 def twice(weight_Y):
@@ -175,7 +186,8 @@ def tokens_of_samples(facts, aggregation):
     tokens = {}
     counted = tokens_of_sequences(facts, aggregation)
     for sequence, n in zip(facts.reference.sequences, counted, strict=True):
-        tokens[sequence.sample] = tokens.get(sequence.sample, 0) + n
+        if not sequence.left_out:
+            tokens[sequence.sample] = tokens.get(sequence.sample, 0) + n
     return tokens
 
 
@@ -199,8 +211,8 @@ def empty_leave(facts, aggregation):
         return twice(token_weights(facts, replace(aggregation, count_empty=False)))
     # B or P only: R_b, k_c and k_p stay.
     kind = "prompt" if aggregation.mode == "own_weights" else "sample"
-    every = {getattr(one, kind) for one in facts.reference.sequences}
-    active = {getattr(one, kind) for one in facts.reference.sequences if any(one.counted)}
+    every = {getattr(one, kind) for one in kept(facts)}
+    active = {getattr(one, kind) for one in kept(facts) if any(one.counted)}
     factor = len(every) / len(active) if aggregation.count_empty else 1
     return twice(factor * token_weights(facts, aggregation))
 
@@ -218,7 +230,7 @@ def times(mode, number_of):
 
 
 def counted_with(facts, aggregation, sequence, kind):
-    every = facts.reference.sequences
+    every = kept(facts)
     counted = [one for one in every if aggregation.count_empty or any(one.counted)]
     return [one for one in counted if getattr(one, kind) == getattr(sequence, kind)]
 
@@ -245,7 +257,7 @@ def sequence_means(facts, aggregation):
     exponent = {"sample_mean": 1, "length_power": aggregation.exponent}.get(aggregation.mode, 0)
     n_b, weight_Y = tokens_of_samples(facts, aggregation), token_weights(facts, aggregation)
     for index, n_s in enumerate(tokens_of_sequences(facts, aggregation)):
-        if n_s:
+        if n_s and not facts.reference.sequences[index].left_out:
             sequence, start = facts.reference.sequences[index], facts.reference.starts[index]
             weight_Y[start : start + len(sequence)] *= (n_b[sequence.sample] / n_s) ** exponent
     return twice(weight_Y)
@@ -342,6 +354,14 @@ def chunks(order):
     return positions
 
 
+def left_out_counted(facts, case, wanted):
+    every = {sequence.sample for sequence in facts.reference.sequences}
+    factor = 1.0
+    if case.leaves_out and case.aggregation.mode == "sample_mean":
+        factor = len({sequence.sample for sequence in kept(facts)}) / len(every)
+    return factor * wanted.slope_Y, factor * wanted.loss
+
+
 def without_weights(facts, aggregation):
     if aggregation.count != "weights":
         return twice(token_weights(facts, aggregation))
@@ -386,6 +406,7 @@ PREDICTIONS = {
         lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
     ),
     "sequence_weights_left_out": without_sequence_weights,
+    "left_out_counted": left_out_counted,
     "weights_of_the_first_rank": weighted(of_the_first_rank),
     "groups_without_their_samples": weighted(times("balanced", over_group_samples)),
     "rows_left_out": weighted(times("row_mean", lambda *of: len(counted_with(*of, "sample")))),
