@@ -26,6 +26,7 @@ from megatron_lossagg.reduction.totals import StepTotals
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import checks_page  # noqa: E402  of tools/
+import flags_page  # noqa: E402  of tools/
 import names_page  # noqa: E402  of tools/
 
 DOCS = ROOT / "docs"
@@ -187,6 +188,10 @@ def test_examples_and_pages_import_a_public_name_from_the_package_itself():
 
 def test_the_page_of_checks_is_what_the_code_prints():
     assert checks_page.PAGE.read_text() == checks_page.page(), "run python -m tools.checks_page"
+
+
+def test_the_page_of_flags_is_what_the_code_prints():
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run python -m tools.flags_page"
 
 
 def test_the_page_of_names_is_what_the_code_prints():
