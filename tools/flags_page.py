@@ -24,8 +24,9 @@ _PAGE = """\
 
 Every flag of a training script, and what it is called in a loop of your own: `Aggregation` says
 which loss, `Options` how a run behaves. `Aggregation(count_left_out=True)` has no flag.
-`python -m tools.flags_page` prints this page from the code. A file of arguments has them with underscores: `loss_aggregation_count_empty: false`.
-`lossagg COMMAND --help` lists those of the commands.
+`python -m tools.flags_page` prints this page from the code; `lossagg COMMAND --help` lists the
+options of the commands. A file of arguments has them with underscores:
+`loss_aggregation_count_empty: false`.
 
 | flag | value | what it does | in a loop |
 |---|---|---|---|
