@@ -2,7 +2,7 @@
 
 They are named as the flags are: ``loss_aggregation``, ``loss_aggregation_divisor``, ... Each has a
 short spelling, ``lossagg``, ``lossagg_divisor``, ..., for a release that defines an option of the
-long name itself (as slime's pull request 2090 does): the long name is the framework's there, its
+long name itself (as slime's pull request 2090, closed, did): the long name is the framework's there, its
 default is no request, and only the short one is ours.
 """
 
