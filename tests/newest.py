@@ -51,8 +51,8 @@ class Newest:
     folder: str
     packages: tuple[str, ...]
     source: str = "."
-    is_on_megatron_lm: bool = False
-    """Whether its own functions import ``megatron.training``."""
+    on: str = ""
+    """The one of these whose packages its own functions import."""
     stand_ins: str = "stand_ins_first"
     """The module of ``tests/integrations`` that puts stand-ins before what it imports."""
 
@@ -73,13 +73,13 @@ NEWEST = {
         url="https://github.com/THUDM/slime.git",
         folder="slime",
         packages=("slime",),
-        is_on_megatron_lm=True,
+        on="megatron-lm",
     ),
     "miles": Newest(
         url="https://github.com/radixark/miles.git",
         folder="miles",
         packages=("miles",),
-        is_on_megatron_lm=True,
+        on="megatron-lm",
     ),
     "verl": Newest(
         url="https://github.com/verl-project/verl.git", folder="verl", packages=("verl",)
@@ -101,6 +101,20 @@ NEWEST = {
         folder="AReaL",
         packages=("areal",),
         stand_ins="areal_stand_ins_first",
+    ),
+    "roll": Newest(
+        url="https://github.com/alibaba/ROLL.git",
+        folder="ROLL",
+        packages=("mcore_adapter",),
+        source="mcore_adapter/src",
+    ),
+    "llama-factory": Newest(
+        url="https://github.com/hiyouga/LLaMA-Factory.git",
+        folder="LLaMA-Factory",
+        packages=("llamafactory",),
+        source="src",
+        on="roll",
+        stand_ins="llama_factory_first",
     ),
 }
 
@@ -135,10 +149,12 @@ def main() -> int:
             print(f"  MISSING {path}: {where(path)}")
         is_good, line = True, ""
         if not args.names_only and name in FRAMEWORKS:
-            megatron_lm = None
-            if NEWEST[name].is_on_megatron_lm:
-                megatron_lm = args.megatron_lm or found(NEWEST["megatron-lm"], args.checkouts)
-            is_good, line = verified(name, checkout, [megatron_lm] if megatron_lm else [])
+            path = []
+            if on := NEWEST.get(NEWEST[name].on):
+                other = args.megatron_lm if on.folder == "Megatron-LM-main" else None
+                other = other or found(on, args.checkouts)
+                path = [other / on.source] if other else []
+            is_good, line = verified(name, checkout, path)
         if commit and not args.names_only:
             ran.write("newest", name, commit, names, line)
         if missing or not is_good:
@@ -244,17 +260,17 @@ def defined(tree: ast.Module) -> set[str] | Everything:
     return Everything() if names & {"*", "__getattr__"} else names
 
 
-def verified(name: str, checkout: Path, megatron_lm: list[Path]) -> tuple[bool, str]:
+def verified(name: str, checkout: Path, others: list[Path]) -> tuple[bool, str]:
     """Run what verifies a framework, and print what ran; return whether nothing failed, and what.
 
-    ``megatron_lm``: the checkout for those that train with Megatron-LM's own.
+    ``others``: the folders of packages that its functions import from a different checkout.
     """
     is_good = True
     if name == "megatron-lm":
         report = verify(LAYOUT, [checkout], NEWEST[name].stand_ins)
         is_good = report["passed"]
         say(f"Megatron-Core, {' '.join(LAYOUT)}: {report['line']}")
-    path = [checkout / NEWEST[name].source, *megatron_lm]
+    path = [checkout / NEWEST[name].source, *others]
     if name == "bridge":
         path.append(checkout / "3rdparty" / "Megatron-LM")
     report = verify(["--framework", name, *FUNCTIONS], path, NEWEST[name].stand_ins)
