@@ -31,7 +31,7 @@ lint: $(VENV)/installed
 wrong-factors: $(VENV)/installed
 	$(RUN) tests/wrong_factors/run.py $(ONLY)
 
-# `make test-versions WHOLE=1` for every aggregation and test; docs/evidence.md.
+# `make test-versions WHOLE=1` for every aggregation and test; docs/reference/ran.md.
 test-versions: $(VENV)/installed
 	$(RUN) tests/versions.py $(if $(WHOLE),--whole) $(ONLY)
 

@@ -1,4 +1,4 @@
-"""Loss aggregation for Megatron-Core in one file, to read or to vendor. It checks nothing.
+"""Loss aggregation for Megatron-Core in one file, to read or to vendor, almost without checks.
 
 ::
 
@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+NEEDS = {"prompt_mean": "prompt", "balanced": "group", "microbatch_token_mean": "microbatch"}
 
 
 class Row(NamedTuple):
@@ -61,8 +63,11 @@ def plan(
     """Weigh this rank's sequences by the counts of all ranks, before the first forward pass.
 
     Equal ids on two ranks are one sample. Without ``sample`` each sequence is one. ``numbers``:
-    those of :func:`weights`. One all-gather.
+    those of :func:`weights`. One all-gather. :class:`ValueError` without ids that a mode needs.
     """
+    ids = {"prompt": prompt, "group": group, "microbatch": microbatch}
+    if mode in NEEDS and ids[NEEDS[mode]] is None:
+        raise ValueError(f"got {mode} without {NEEDS[mode]}=, expected one per sequence")
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(dp_group), dist.get_world_size(dp_group)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from check_runner import checks_of
 from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
+from ran import pytest_terminal_summary  # noqa: F401  a hook
 
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.job import Job, write_job

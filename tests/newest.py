@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import ran  # noqa: E402
 
 from megatron_lossagg.verify.frameworks import FRAMEWORKS  # noqa: E402
 
@@ -49,8 +51,8 @@ class Newest:
     folder: str
     packages: tuple[str, ...]
     source: str = "."
-    is_on_megatron_lm: bool = False
-    """Whether its own functions import ``megatron.training``."""
+    on: str = ""
+    """The one of these whose packages its own functions import."""
     stand_ins: str = "stand_ins_first"
     """The module of ``tests/integrations`` that puts stand-ins before what it imports."""
 
@@ -71,13 +73,13 @@ NEWEST = {
         url="https://github.com/THUDM/slime.git",
         folder="slime",
         packages=("slime",),
-        is_on_megatron_lm=True,
+        on="megatron-lm",
     ),
     "miles": Newest(
         url="https://github.com/radixark/miles.git",
         folder="miles",
         packages=("miles",),
-        is_on_megatron_lm=True,
+        on="megatron-lm",
     ),
     "verl": Newest(
         url="https://github.com/verl-project/verl.git", folder="verl", packages=("verl",)
@@ -99,6 +101,20 @@ NEWEST = {
         folder="AReaL",
         packages=("areal",),
         stand_ins="areal_stand_ins_first",
+    ),
+    "roll": Newest(
+        url="https://github.com/alibaba/ROLL.git",
+        folder="ROLL",
+        packages=("mcore_adapter",),
+        source="mcore_adapter/src",
+    ),
+    "llama-factory": Newest(
+        url="https://github.com/hiyouga/LLaMA-Factory.git",
+        folder="LLaMA-Factory",
+        packages=("llamafactory",),
+        source="src",
+        on="roll",
+        stand_ins="llama_factory_first",
     ),
 }
 
@@ -127,15 +143,20 @@ def main() -> int:
             continue
         wanted = sorted(names_of(NEWEST[name].packages) - ELSEWHERE.keys())
         missing = [path for path in wanted if not has(checkout / NEWEST[name].source, path)]
-        print(f"{name} {commit_of(checkout)}: {len(wanted) - len(missing)} of {len(wanted)} names")
+        commit, names = commit_of(checkout), f"{len(wanted) - len(missing)} of {len(wanted)}"
+        print(f"{name} {commit}: {names} names")
         for path in missing:
             print(f"  MISSING {path}: {where(path)}")
-        is_good = True
+        is_good, line = True, ""
         if not args.names_only and name in FRAMEWORKS:
-            megatron_lm = None
-            if NEWEST[name].is_on_megatron_lm:
-                megatron_lm = args.megatron_lm or found(NEWEST["megatron-lm"], args.checkouts)
-            is_good = verified(name, checkout, [megatron_lm] if megatron_lm else [])
+            path = []
+            if on := NEWEST.get(NEWEST[name].on):
+                other = args.megatron_lm if on.folder == "Megatron-LM-main" else None
+                other = other or found(on, args.checkouts)
+                path = [other / on.source] if other else []
+            is_good, line = verified(name, checkout, path)
+        if commit and not args.names_only:
+            ran.write("newest", name, commit, names, line)
         if missing or not is_good:
             failed.append(name)
     print(f"failed: {', '.join(failed) or 'none'}")
@@ -158,9 +179,11 @@ def found(newest: Newest, folder: Path | None) -> Path | None:
 
 
 def commit_of(checkout: Path) -> str:
-    """Return a checkout's commit and its date."""
+    """Return a checkout's commit and its date; empty if it is no clone."""
+    if not (checkout / ".git").exists():
+        return ""
     command = ["git", "-C", checkout, "log", "-1", "--format=%h of %cs"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "(no commit)"
+    return subprocess.check_output(command, text=True).strip()
 
 
 @functools.cache
@@ -237,24 +260,25 @@ def defined(tree: ast.Module) -> set[str] | Everything:
     return Everything() if names & {"*", "__getattr__"} else names
 
 
-def verified(name: str, checkout: Path, megatron_lm: list[Path]) -> bool:
-    """Run what verifies a framework, and print what ran; return whether nothing failed.
+def verified(name: str, checkout: Path, others: list[Path]) -> tuple[bool, str]:
+    """Run what verifies a framework, and print what ran; return whether nothing failed, and what.
 
-    ``megatron_lm``: the checkout for those that train with Megatron-LM's own.
+    ``others``: the folders of packages that its functions import from a different checkout.
     """
     is_good = True
     if name == "megatron-lm":
         report = verify(LAYOUT, [checkout], NEWEST[name].stand_ins)
         is_good = report["passed"]
         say(f"Megatron-Core, {' '.join(LAYOUT)}: {report['line']}")
-    path = [checkout / NEWEST[name].source, *megatron_lm]
+    path = [checkout / NEWEST[name].source, *others]
     if name == "bridge":
         path.append(checkout / "3rdparty" / "Megatron-LM")
     report = verify(["--framework", name, *FUNCTIONS], path, NEWEST[name].stand_ins)
     checks = (report.get("framework") or {}).get("checks", [])
     states = [check["state"] for check in checks]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    say(f"its own functions: {counts or report['line']}")
+    counts = counts or report["line"]
+    say(f"its own functions: {counts}")
     for check in checks:
         if check["state"] != "PASS":
             say(f"{check['state']} {check['check']}: {check['explanation'][:300]}")
@@ -262,7 +286,7 @@ def verified(name: str, checkout: Path, megatron_lm: list[Path]) -> bool:
     for verdict in failed:
         say(f"FAIL {verdict['case']}: {verdict['explanation'][:300]}")
     ended = bool(checks) or report["status"] == COULD_NOT_RUN
-    return is_good and ended and not failed and "FAIL" not in states
+    return is_good and ended and not failed and "FAIL" not in states, counts
 
 
 def say(line: str) -> None:

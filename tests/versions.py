@@ -22,6 +22,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import ran  # noqa: E402
+
 # From 0.17 on megatron-core asks for Python 3.12 and imports triton.
 RELEASES = (
     ("0.13.1", "0.14.0", "0.15.3", "0.16.1")
@@ -81,16 +85,18 @@ def main() -> int:
         begun = time.monotonic()
         path = installed(release)
         lines, good = [], True
-        for name, options in LAYOUTS.items():
+        for options in LAYOUTS.values():
             line, passed = verify(path, release, options if args.whole else [*options, *ONE])
-            lines.append(f"{name}: {line}")
+            lines.append(line)
             good = good and passed
         line, passed = run_tests(path, WHOLE if args.whole else TESTS)
         lines.append(line)
+        ran.write("megatron_core", release, *(line.partition("\n")[0] for line in lines))
         if not (good and passed):
             failed.append(release)
         seconds = time.monotonic() - begun
-        print(f"megatron-core {release}: {'; '.join(lines)}; {seconds:.0f} s", flush=True)
+        told = "; ".join(map(": ".join, zip([*LAYOUTS, "tests"], lines, strict=True)))
+        print(f"megatron-core {release}: {told}; {seconds:.0f} s", flush=True)
     print(f"{len(releases)} releases, {len(failed)} failed: {failed or 'none'}")
     return int(bool(failed))
 
@@ -124,7 +130,7 @@ def verify(path: str, release: str, options: list[str]) -> tuple[str, bool]:
         verdict["gradient_error"] for verdict in verdicts if verdict["gradient_error"] is not None
     ]
     passed = sum(verdict["passed"] for verdict in verdicts)
-    line = f"{passed} of {len(verdicts)} cases, gradient error {max(errors, default=0.0):.1e}"
+    line = f"{passed} of {len(verdicts)}, {max(errors, default=0.0):.1e}"
     return line if data["passed"] else f"{line}\n{done.stdout}", bool(data["passed"])
 
 
@@ -132,7 +138,7 @@ def run_tests(path: str, tests: list[str]) -> tuple[str, bool]:
     """Run the tests of what reads Megatron."""
     done = run(path, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests])
     counts = re.findall(r"\d+ (?:passed|failed|skipped|error)", done.stdout)
-    line = f"tests: {', '.join(counts) or 'no test ran'}"
+    line = ", ".join(counts) or "no test ran"
     good = done.returncode == 0
     return line if good else f"{line}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}", good
 

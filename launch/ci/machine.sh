@@ -16,8 +16,8 @@
 # possible, the row says SKIPPED.
 #
 # Each Python: README's own lines that install and verify, and the tests that start no process, on the
-# torch and the megatron-core that those lines installed. The table at the end is for
-# docs/evidence.md. Exit status 1 if a Python failed, or if none ran.
+# torch and the megatron-core that those lines installed. Rows of the table at the end go to
+# runs/ran/pythons.tsv (tests/support/ran.py). Exit status 1 if a Python failed, or if none ran.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -159,7 +159,11 @@ for NAME in "${NAMES[@]}"; do
         STATUS=1
     fi
     ROWS+=("$(cat "$WORK/row")")
-    [[ ${ROWS[-1]} == *SKIPPED* ]] || RAN=1
+    if [[ ${ROWS[-1]} != *SKIPPED* ]]; then
+        RAN=1
+        mkdir -p runs/ran
+        sed "s/^| *//; s/ *|$//; s/ *| */\t/g; s/$/\t$(date -u +%F)/" "$WORK/row" >>runs/ran/pythons.tsv
+    fi
     rm -rf "$WORK"
 done
 

@@ -82,9 +82,8 @@ def _reducer_of(divisor: float) -> MakeReducer:
                 "scaling: the framework would divide by all tokens. Drop that flag"
             )
         cp_size, cp_rank = _context_parallel()
-        arguments = sys.modules.get("megatron.training.global_vars")  # miles on FSDP has none
-        if arguments is not None and cp_size > 1:
-            refuse_bshd(arguments.get_args())
+        if cp_size > 1:
+            refuse_bshd(_megatron_args())
         lengths = [mask.numel() for mask in loss_masks]
         if lengths != [int(n) for n in response_lengths]:
             raise LayoutError(
@@ -115,6 +114,14 @@ def _context_parallel() -> tuple[int, int]:
     from megatron.core import mpu
 
     return mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+
+
+def _megatron_args() -> Any:
+    """Return Megatron-LM's arguments; None on miles' FSDP, which may import it but sets none."""
+    module = sys.modules.get("megatron.training.global_vars")
+    with suppress(AssertionError):  # Megatron-LM's, of what is not set
+        return module and module.get_args()
+    return None
 
 
 def refuse_bshd(args: Any) -> None:

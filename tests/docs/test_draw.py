@@ -101,6 +101,6 @@ def test_the_scheduled_workflows_run_every_exhaustive_target_in_full():
     (step,) = [step for step in full["full"]["steps"] if "check.sh" in step.get("run", "")]
     assert step["env"]["FULL"] == "1"
     assert full["launch"]["steps"][-1]["run"] == ".ci/launch"
-    machine = yaml.safe_load((folder / "newest.yml").read_text())["jobs"]["machine"]["steps"][-1]
-    assert machine["run"].startswith("launch/ci/machine.sh")
+    machine = yaml.safe_load((folder / "newest.yml").read_text())["jobs"]["machine"]["steps"]
+    assert [step for step in machine if step.get("run", "").startswith("launch/ci/machine.sh")]
     assert draw.ONE_OF.keys() <= targets | {"test-launch", "test-machine"}

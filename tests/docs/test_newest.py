@@ -82,4 +82,4 @@ WRONG_CASE = {"verdicts": [{"passed": False, "case": "a", "explanation": "b"}]}
 )
 def test_only_a_verification_that_could_not_run_may_say_nothing(monkeypatch, report, is_good):
     monkeypatch.setattr(newest, "verify", lambda *_: {"line": "", **report})
-    assert newest.verified("verl", newest.ROOT, []) == is_good
+    assert newest.verified("verl", newest.ROOT, [])[0] == is_good

@@ -1,5 +1,6 @@
 """examples/one_file.py is the package without its checks: weights, slices, sums, K."""
 
+import re
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 
 EXAMPLES = TESTS.parent / "examples"
@@ -74,6 +76,19 @@ def test_weights_partial_losses_and_gradients_are_the_packages(step, cp_size):
 output_of_one_file_worker_4, test_a_real_step_is_the_packages = each_check(
     "examples/one_file_worker.py", processes=4
 )
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_it_refuses_a_mode_without_its_ids_if_the_package_does(mode):
+    n, numbers = [1, 2, 3], NUMBERS.get(mode, {})
+    try:
+        plan_step(Aggregation(mode, **numbers), Sequences(active_tokens=n))
+    except PlanError as error:
+        (name,) = re.findall(r"needs Sequences\((\w+)=", str(error))
+        with pytest.raises(ValueError, match=f"^got {mode} without {name}=, expected one per"):
+            one_file.plan(mode, n, **numbers)
+        numbers = {**numbers, name: [0, 1, 1]}
+    assert one_file.plan(mode, n, **numbers).num_tokens == 6
 
 
 def test_it_has_every_mode_and_imports_nothing_of_the_package():

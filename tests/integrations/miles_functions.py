@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.core import mpu
 from slime_miles_data import BELOW_ONE, arguments
 
@@ -91,7 +92,34 @@ class Miles:
                 for sequence in members:
                     wanted[sequence] = active / g if any(data["loss_masks"][sequence]) else 1
             assert data["rollout_mask_sums"] == pytest.approx(wanted, rel=1e-12)
+        self.reduces_without_megatrons_arguments()
         # Why FSDP is refused: its actor asks get_batch for other fields.
         actor = Path(os.environ["FRAMEWORKS_DIR"], "miles/miles/backends/fsdp_utils/actor.py")
         assert "get_batch(" in actor.read_text()
         assert "rollout_mask_sums" not in actor.read_text()
+
+    def reduces_without_megatrons_arguments(self):
+        """The reducer at CP 2 where Megatron-LM is imported and its arguments are not set."""
+        from megatron.training import global_vars
+        from miles.backends.training_utils import parallel
+        from miles.utils.ft_utils.process_group_utils import GroupInfo
+
+        with pytest.raises(AssertionError, match="args is not initialized"):
+            global_vars.get_args()
+        one = GroupInfo(rank=0, size=1, group=None)
+        groups = dict.fromkeys(
+            ("intra_dp", "intra_dp_cp", "tp", "pp", "ep", "etp", "indep_dp"), one
+        )
+        masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
+        lengths, total = ([5, 4], [3, 2]), 0.0
+        for rank in range(2):
+            cp = GroupInfo(rank=rank, size=2, group=None)
+            parallel.set_parallel_state(parallel.ParallelState(cp=cp, **groups))
+            whole = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])]
+            held = [
+                self.cp_utils.slice_log_prob_with_cp(*one)
+                for one in zip(whole, *lengths, strict=True)
+            ]
+            total += miles_hooks.constant_10(*lengths, masks, False)(torch.cat(held)).item()
+        assert total == pytest.approx((1 + 3 + 4 + 5) / 10)
+        parallel.set_parallel_state(None)

@@ -153,7 +153,7 @@ class Slime:
             self.carry(args, rollout_data(self, args, self.converted(args))[0])
 
     def own_option(self, args):
-        """slime's own parser with an option named as ours, as its pull request 2090 adds."""
+        """slime's own parser with an option named as ours, as its closed pull request 2090 adds."""
         from slime.utils import arguments as of_slime
 
         own = of_slime.get_slime_extra_args_provider

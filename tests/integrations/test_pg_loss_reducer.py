@@ -10,6 +10,7 @@ import pytest
 import torch
 from device_double import DeviceDouble
 
+from megatron_lossagg import Layout
 from megatron_lossagg.errors import ContractError, LayoutError, ReducerError
 from megatron_lossagg.integrations import miles, slime
 from megatron_lossagg.reduction import faults
@@ -77,6 +78,24 @@ def test_bshd_with_context_parallelism_is_refused(miles_cp, framework_args):
     framework_args(qkv_format="bshd")
     with pytest.raises(LayoutError, match=r"max_seq_len.*--qkv-format thd"):
         slime.constant_10([5, 4], [3, 2], MASKS, False)
+
+
+def test_arguments_of_megatron_that_are_imported_and_not_set_refuse_nothing(miles_cp, monkeypatch):
+    """On Megatron-LM's own module: ``Miles.wiring`` in ``miles_functions.py``."""
+
+    def get_args():
+        raise AssertionError("args is not initialized.")
+
+    module = types.ModuleType("megatron.training.global_vars")
+    module.get_args = get_args
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    x = torch.arange(1.0, 10)
+    total = 0.0
+    for rank in range(2):
+        miles_cp(2, rank)
+        held = Layout.response_zigzag([5, 4], [3, 2], cp_size=2, cp_rank=rank).positions
+        total += slime.constant_10([5, 4], [3, 2], MASKS, False)(x[held]).item()
+    assert total == pytest.approx((1 + 3 + 4 + 5) / 10)
 
 
 def test_masks_sliced_beforehand_are_refused(miles_cp):

@@ -19,6 +19,7 @@ from shared import check_of
 
 from megatron_lossagg.verify.frameworks.run_checks import run_framework
 
+MCORE_ADAPTER = checkout_of("ROLL/mcore_adapter/src")
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
 
 
@@ -63,13 +64,20 @@ def test_the_command_runs_a_frameworks_own_functions(tmp_path, framework, number
         pytest.param("verl", "verl", "stand_ins_first", 69, marks=needs("verl")),
         pytest.param("nemo-rl", "NeMo-RL", "nemo_rl_first", 34, marks=needs("NeMo-RL")),
         pytest.param("areal", "AReaL", "areal_stand_ins_first", 23, marks=needs("AReaL")),
+        pytest.param(
+            "llama-factory",
+            "LLaMA-Factory/src",
+            "llama_factory_first",
+            21,
+            marks=[needs("LLaMA-Factory/src"), needs("ROLL/mcore_adapter/src")],
+        ),
     ],
 )
 def test_every_check_of_a_checkout_passes(
     tmp_path, monkeypatch, framework, checkout, stand_ins, number
 ):
     (tmp_path / "sitecustomize.py").write_text(f"import {stand_ins}\n")
-    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, checkout_of(checkout)))
+    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, checkout_of(checkout), MCORE_ADAPTER))
     checks = run_framework(framework)["checks"]
     ran = [check for check in checks if check["check"] != "the training loop"]
     assert [(check["state"], check["explanation"]) for check in ran] == [("PASS", "")] * number

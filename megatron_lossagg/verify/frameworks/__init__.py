@@ -98,6 +98,11 @@ FRAMEWORKS: dict[str, Framework] = {
         imports=("areal.engine.megatron_engine", "areal.trainer.ppo.actor"),
         written_for="4aef98d8",
     ),
+    "llama-factory": Framework(
+        package="llamafactory",
+        imports=("llamafactory.train.mca.workflow", "mcore_adapter.trainer"),
+        written_for="ff6d4d12",
+    ),
 }
 
 
