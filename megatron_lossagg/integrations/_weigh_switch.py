@@ -1,0 +1,40 @@
+"""``LOSSAGG_WEIGH=1``: weigh the first step of a framework, from a command's environment.
+
+A trainer without Megatron imports this, so that what listens is imported where it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+__all__ = ["WEIGH", "is_asked", "variables", "weigh_if_asked"]
+
+WEIGH = "LOSSAGG_WEIGH"
+"""The environment variable that weighs the first step, of a framework's own reduction too."""
+
+
+def is_asked() -> bool:
+    """Whether this process was asked to weigh."""
+    return bool(os.environ.get(WEIGH))
+
+
+def variables() -> dict[str, str]:
+    """Return what a process that this one starts has to find in its environment."""
+    return {WEIGH: os.environ[WEIGH]} if is_asked() else {}
+
+
+def weigh_if_asked(framework: str) -> None:
+    """Listen in the training of this process if it was asked to; a second call does nothing.
+
+    Raises :class:`ContractError` where ``weigh_rl.install`` does.
+    """
+    if is_asked():
+        _weigh(framework)
+
+
+@cache
+def _weigh(framework: str) -> None:
+    from megatron_lossagg.integrations import weigh_rl
+
+    weigh_rl.install(framework)
