@@ -28,6 +28,12 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import imported, not_a_mask, replaced
+from megatron_lossagg.integrations._weigh_switch import (
+    WEIGH,
+    is_asked,
+    variables,
+    weigh_if_asked,
+)
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
@@ -46,21 +52,20 @@ _COUNT_EMPTY = "loss_aggregation_count_empty"
 _SFT_LOSS = "compute_packed_sft_loss"
 _ENGINES = {"MegatronPPOActor": "LossAggregationActor", "MegatronLMEngine": "LossAggregationLM"}
 """AReaL's engines, and ours in this module."""
+_WEIGHED = {"MegatronPPOActor": "WeighedActor"}
+"""That of AReaL's own weights."""
 
 
-def aggregated(trainer: Any, aggregation: Aggregation) -> Any:
+def aggregated(trainer: Any, aggregation: Aggregation | None) -> Any:
     """Make a subclass of AReaL's ``PPOTrainer`` or ``SFTTrainer`` that trains with our weights.
 
-    Raises :class:`AggregationError` for a mode that needs what AReaL's batches lack, and as the
-    trainer is built, for what :func:`check_config` refuses. Other engines than Megatron's, and
-    trainers of pairs, are a :class:`ContractError` then.
+    ``None`` keeps AReaL's own, which ``LOSSAGG_WEIGH=1`` shows of a policy. Raises
+    :class:`AggregationError` for a mode that needs what AReaL's batches lack, and as the trainer is
+    built, for what :func:`check_config` refuses. Other engines than Megatron's, trainers of pairs,
+    and to weigh SFT are a :class:`ContractError` then.
     """
-    require_mask_count(aggregation, "AReaL")
-    if aggregation.mode in _NOT_HERE:
-        raise AggregationError(
-            f"got {aggregation}, expected a mode of whole steps without ids of categories: AReaL's "
-            "train_batch knows neither; choose another mode"
-        )
+    if aggregation is not None:
+        _check_mode(aggregation)
 
     class LossAggregationTrainer(trainer):  # type: ignore[misc]
         """An AReaL trainer; its actor is an engine of this module, its critic AReaL's."""
@@ -68,16 +73,33 @@ def aggregated(trainer: Any, aggregation: Aggregation) -> Any:
         def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
             if actor_config is not self.config.actor:  # the reference and the teacher
                 return super()._create_train_engine(actor_config, alloc)
-            check_config(self.config, aggregation)
+            if aggregation is not None:
+                check_config(self.config, aggregation)
             with _in_place_of_engines(actor_config, aggregation):
                 return _checked(super()._create_train_engine(actor_config, alloc))
 
         def _create_actor(self, actor_config: Any) -> Any:
+            if is_asked():
+                raise ContractError(
+                    f"got {WEIGH} with {trainer.__name__}, expected a PPOTrainer: AReaL's SFT is "
+                    f"not weighed; unset {WEIGH}"
+                )
+            if aggregation is None:
+                return super()._create_actor(actor_config)
             check_config(self.config, aggregation)
             with _in_place_of_engines(actor_config, aggregation):
                 return _checked(super()._create_actor(actor_config))
 
     return LossAggregationTrainer
+
+
+def _check_mode(aggregation: Aggregation) -> None:
+    require_mask_count(aggregation, "AReaL")
+    if aggregation.mode in _NOT_HERE:
+        raise AggregationError(
+            f"got {aggregation}, expected a mode of whole steps without ids of categories: AReaL's "
+            "train_batch knows neither; choose another mode"
+        )
 
 
 def check_config(config: Any, aggregation: Aggregation) -> None:
@@ -110,13 +132,15 @@ def check_config(config: Any, aggregation: Aggregation) -> None:
 
 
 @contextmanager
-def _in_place_of_engines(config: Any, aggregation: Aggregation) -> Iterator[None]:
+def _in_place_of_engines(config: Any, aggregation: Aggregation | None) -> Iterator[None]:
     """Let AReaL take this module's engines, and tell its workers the aggregation."""
+    told = variables() | ({} if aggregation is None else _variables(aggregation))
     engines = imported("areal.engine", expected=f"AReaL: {_VERSION}")
-    os.environ.update(_variables(aggregation))  # AReaL's SPMD mode has its engines here
+    os.environ.update(told)  # AReaL's SPMD mode has its engines here
     for spec in config.scheduling_spec:
-        spec.env_vars.update(_variables(aggregation))
-    with replaced(engines, **{name: _engine(ours) for name, ours in _ENGINES.items()}):
+        spec.env_vars.update(told)
+    ours = _WEIGHED if aggregation is None else _ENGINES
+    with replaced(engines, **{name: _engine(one) for name, one in ours.items()}):
         yield
 
 
@@ -133,7 +157,7 @@ def _checked(engine: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ENGINES.values():
+    if name in (*_ENGINES.values(), *_WEIGHED.values()):
         return _engine(name)  # imported by AReaL's workers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -142,9 +166,13 @@ def __getattr__(name: str) -> Any:
 def _engine(name: str) -> Any:
     """Make an engine class; AReaL's is imported here, and its Megatron-Core."""
     engines = imported("areal.engine.megatron_engine", expected=f"AReaL: {_VERSION}")
-    (own,) = [theirs for theirs, ours in _ENGINES.items() if ours == name]
-    body = _actor if name == "LossAggregationActor" else _lm
-    made = body(getattr(engines, own))
+    bodies = {
+        "LossAggregationActor": _actor,
+        "LossAggregationLM": _lm,
+        "WeighedActor": _weighed_actor,
+    }
+    (own,) = [one for one, ours in (*_ENGINES.items(), *_WEIGHED.items()) if ours == name]
+    made = bodies[name](getattr(engines, own))
     made.__name__ = made.__qualname__ = name
     return made
 
@@ -169,6 +197,7 @@ def _actor(base: Any) -> Any:
 
         def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
             """Count the step and train it: one or two all-gathers over the data-parallel group."""
+            weigh_if_asked("areal")
             data = dict(self._normalize_batch_input(input_)[0])
             if "teacher_logp" in data:
                 raise ContractError(
@@ -180,6 +209,18 @@ def _actor(base: Any) -> Any:
             scale = scale_S.to(advantages)[:, None].expand_as(advantages)
             data["advantages"], data[SCALE] = advantages * scale, scale.contiguous()
             return super().train_batch(data, loss_fn, loss_weight_fn)
+
+    return Actor
+
+
+def _weighed_actor(base: Any) -> Any:
+    class Actor(base):  # type: ignore[misc]
+        """AReaL's actor, which weighs its first step if its process was asked to."""
+
+        def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+            """Train the step."""
+            weigh_if_asked("areal")
+            return super().train_batch(*args, **kwargs)
 
     return Actor
 

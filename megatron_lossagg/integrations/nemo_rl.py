@@ -41,6 +41,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import not_a_mask
+from megatron_lossagg.integrations._weigh_switch import PassedLoss
 from megatron_lossagg.loop.first_step import say_counted, say_empty
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.integers import is_integer
@@ -74,15 +75,16 @@ _EXTREMA = ("_min", "_max")
 
 def aggregated(
     loss_fn: Any,
-    aggregation: Aggregation,
+    aggregation: Aggregation | None,
     *,
     samples_per_step: int | None = None,
     weights_in_data: bool = False,
     split_steps: bool = False,
     policy: Mapping[str, Any] | None = None,
-) -> AggregatedLoss:
+) -> Any:
     """Wrap NeMo-RL's loss of a policy, of SFT, of values or of distillation for its trainers.
 
+    ``None`` keeps NeMo-RL's own weights, which ``LOSSAGG_WEIGH=1`` shows.
     ``split_steps``: the single controller trains. ``policy``: ``master_config.policy``, to warn of
     losses in it that stay NeMo-RL's. ``weights_in_data``: the patch of
     ``docs/integrations/patches`` is applied, so that the trainer calls
@@ -91,6 +93,8 @@ def aggregated(
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.
     """
+    if aggregation is None:
+        return PassedLoss(loss_fn)
     require_mask_count(aggregation, "NeMo-RL")
     _check_mode(aggregation, samples_per_step, weights_in_data)
     _check_loss(loss_fn, weights_in_data)
@@ -180,7 +184,7 @@ def _check_split_steps(
 
 
 @dataclass(eq=False)
-class AggregatedLoss:
+class AggregatedLoss(PassedLoss):
     """A NeMo-RL ``LossFunction``: another one's losses of each sequence under our weights."""
 
     loss_fn: Any
@@ -197,12 +201,6 @@ class AggregatedLoss:
             follow = {name: type(own[name])[normalizer] for name in _LIKE_THE_LOSS if name in own}
             self.loss_type = type(self.loss_fn.loss_type)[level]
             self.metric_normalizations = {**own, **follow}
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what NeMo-RL asks of a loss before it calls it: the wrapped loss's."""
-        if name == "loss_fn" or name.startswith("__"):  # not set yet, while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.loss_fn, name)
 
     def __call__(
         self,

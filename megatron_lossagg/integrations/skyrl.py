@@ -35,18 +35,18 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.integrations._refusals import not_a_mask, replaced
+from megatron_lossagg.integrations._skyrl_reduction import LAST_STEPS, Reduction, samples_of
+from megatron_lossagg.integrations._weigh_skyrl import SCALE, weighing_actor
+from megatron_lossagg.integrations._weigh_switch import WEIGH, is_asked, variables
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
@@ -62,42 +62,51 @@ _LINEAR = (
 )
 """SkyRL's policy losses whose per-token loss grows in proportion to the advantage."""
 _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")
-_REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
 _NOT_IN_SFT = (*_NOT_HERE, "prompt_mean", "balanced")
 _WEIGHED = "loss_aggregation"
 """Where a batch of SFT says that its loss mask has the weights."""
-_LAST_STEPS = "loss_aggregation_is_last_step"
-"""Where the batch keeps ``is_last_step``, which SkyRL's synchronous loop drops."""
 _PATCHES = (
     "docs/integrations/patches/skyrl-kl-entropy.patch (a9564572) or skyrl-0.4.0-kl-entropy.patch"
 )
-_VERSIONS = "use skyrl 0.3.0, 0.4.0 or a9564572"
 
 
-def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = False) -> Any:
+def aggregated(
+    trainer: Any, aggregation: Aggregation | None, *, carry_weights: bool = False
+) -> Any:
     """Make a subclass of a SkyRL trainer whose policy loss has our weights.
 
-    ``carry_weights``: leave w_s in the batch too, ``loss_weights`` ``[sequences, 1]``, for a SkyRL
-    with a patch of ``docs/integrations/patches``, whose KL and entropy then have them.
+    ``None`` keeps SkyRL's own, which ``LOSSAGG_WEIGH=1`` weighs. ``carry_weights``: leave w_s in
+    the batch too, ``loss_weights`` ``[sequences, 1]``, for a SkyRL with a patch of
+    ``docs/integrations/patches``, whose KL and entropy then have them.
     Raises :class:`AggregationError` here for a mode that needs microbatches, and if the
-    trainer is built for a policy loss that is not proportional to advantages.
+    trainer is built for a policy loss that is not proportional to advantages. To weigh FSDP is a
+    :class:`ContractError` then.
     """
-    _check_mode(aggregation, _NOT_HERE, "trainer knows no microbatches")
+    if aggregation is not None:
+        _check_mode(aggregation, _NOT_HERE, "trainer knows no microbatches")
 
     class LossAggregationTrainer(trainer):  # type: ignore[misc]
         """A SkyRL trainer; every mini-batch's advantages are multiplied by w_s."""
 
         def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
-            check_config(cfg, carry_weights=carry_weights)
+            if aggregation is not None:
+                check_config(cfg, carry_weights=carry_weights)
+            if is_asked():
+                _check_weighed(cfg)
             super().__init__(cfg, *args, **kwargs)
+
+        def build_models(self, PolicyWorker: Any, *others: Any) -> Any:
+            """Build SkyRL's models; if the run is weighed, a policy worker that listens."""
+            worker = weighing_actor(PolicyWorker) if is_asked() else PolicyWorker
+            return super().build_models(worker, *others)
 
         def compute_advantages_and_returns(self, data: Any) -> Any:
             """Keep ``is_last_step``: SkyRL's loop drops it before :meth:`_normalize_advantages`."""
             is_last_step = data.metadata.get("is_last_step")
             data = super().compute_advantages_and_returns(data)
             if is_last_step is not None:
-                data.metadata[_LAST_STEPS] = is_last_step
+                data.metadata[LAST_STEPS] = is_last_step
             return data
 
         def _normalize_advantages(
@@ -107,18 +116,14 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
             prompt_boundaries: Sequence[tuple[int, int]] | None = None,
         ) -> Any:
             """Multiply by w_s when SkyRL applies ``loss_reduction``; no collective."""
-            samples = _samples(self.cfg, data)
-            weighing = _Weighing(aggregation, mini_batch_boundaries, samples)
-            with _in_place_of_the_reduction(trainer, weighing):
+            samples = None if aggregation is None else samples_of(self.cfg, data)
+            reduction = Reduction(aggregation, mini_batch_boundaries, samples)
+            with reduction.in_place(trainer):
                 data = super()._normalize_advantages(data, mini_batch_boundaries, prompt_boundaries)
-            if len(weighing.weights) != len(mini_batch_boundaries):
-                raise ContractError(
-                    f"SkyRL reduced {len(weighing.weights)} of {len(mini_batch_boundaries)} "
-                    f"mini-batches: this version does not call {_REDUCTION} once for each; "
-                    f"{_VERSIONS}"
-                )
             if carry_weights:
-                data["loss_weights"] = weighing.column(data["advantages"])
+                data["loss_weights"] = reduction.column(data["advantages"])
+            if is_asked():
+                data[SCALE] = reduction.column(data["advantages"])
             return data
 
     return LossAggregationTrainer
@@ -207,110 +212,10 @@ class _Collator:
         return sequence[:, : mask.shape[1]]
 
 
-@dataclass(eq=False)
-class _Weighing:
-    """Stands in for SkyRL's reduction of one mini-batch's advantages."""
-
-    aggregation: Aggregation
-    boundaries: Sequence[tuple[int, int]]
-    samples: list[int] | None
-    """Sample of each sequence, if SkyRL trains step by step; None: each sequence is one."""
-    weights: list[Tensor] = field(default_factory=list)
-
-    def column(self, like: Tensor) -> Tensor:
-        """Return w_s of all mini-batches, ``[sequences, 1]``; 0 for sequences in none of them."""
-        weight_S = like.new_zeros(len(like), 1)
-        for (start, end), weights in zip(self.boundaries, self.weights, strict=True):
-            weight_S[start:end, 0] = weights.to(like)
-        return weight_S
-
-    def reduce(
-        self,
-        advantages: Tensor,
-        loss_mask: Tensor,
-        loss_reduction: str,
-        micro_batch_size: int,
-        max_seq_len: int | None,
-        prompt_boundaries: Sequence[tuple[int, int]] | None = None,
-    ) -> Tensor:
-        """Return A w_s; ``advantages``, ``loss_mask``: ``[sequences of the mini-batch, s]``."""
-        start, end = self.boundaries[len(self.weights)]
-        if end - start != len(advantages):
-            raise ContractError(
-                f"SkyRL reduces {len(advantages)} sequences, and the mini-batch has {end - start}: "
-                f"{_VERSIONS}"
-            )
-        if not bool(((loss_mask == 0) | (loss_mask == 1)).all()):
-            raise not_a_mask("loss_mask", "make it 0 or 1, and scale advantages to weigh a token")
-        prompts = None
-        if prompt_boundaries is not None:
-            prompts = [n for n, (a, b) in enumerate(prompt_boundaries) for _ in range(b - a)]
-        samples = None if self.samples is None else self.samples[start:end]
-        groups = None
-        if self.aggregation.mode == "balanced" and prompts is not None:
-            groups = advantage_groups(prompts, advantages.cpu(), loss_mask.cpu(), samples)
-        plan = plan_step(
-            self.aggregation,
-            Sequences(
-                active_tokens=loss_mask.sum(-1).to("cpu", torch.int64),
-                sample=samples,
-                prompt=prompts if self.aggregation.reads("prompt") else None,
-                group=groups,
-            ),
-        )
-        say_counted(plan, leave_out="loss_aggregation_count_empty=false (count_empty=False)")
-        self.weights.append(plan.weights)
-        return advantages * plan.weights.to(advantages)[:, None]
-
-
-def _samples(cfg: Any, data: Any) -> list[int] | None:
-    """Number the trajectories of step-wise training, whose sequences are contiguous.
-
-    None if each sequence is a sample. Raises :class:`ContractError` if the trainer lost them.
-    """
-    is_last_step = data.metadata.get(_LAST_STEPS, data.metadata.get("is_last_step"))
-    num_sequences = len(data["advantages"])
-    is_step_wise = getattr(getattr(cfg, "generator", None), "step_wise_trajectories", False)
-    if is_last_step is None and not is_step_wise:
-        return None
-    if is_last_step is None or len(is_last_step) != num_sequences:
-        got = "none" if is_last_step is None else f"{len(is_last_step)} of them"
-        raise ContractError(
-            f"got {got} of metadata['is_last_step'] for {num_sequences} sequences of step-wise "
-            "trajectories, expected one for each: without it every turn would count as a sample. "
-            "Use a trainer that calls compute_advantages_and_returns before it trains"
-        )
-    ends = [0, *accumulate(map(int, is_last_step))]
-    return ends[:-1]
-
-
-@contextmanager
-def _in_place_of_the_reduction(trainer: Any, weighing: _Weighing) -> Iterator[None]:
-    """Replace SkyRL's reduction in the module whose ``_normalize_advantages`` runs."""
-    module = sys.modules[trainer._normalize_advantages.__module__]
-    if not hasattr(module, _REDUCTION):
-        raise ContractError(
-            f"{module.__name__} has no {_REDUCTION}: {_VERSIONS}, or a trainer that does not "
-            "override _normalize_advantages"
-        )
-    with replaced(module, **{_REDUCTION: weighing.reduce}):
-        yield
-
-
 def check_config(cfg: Any, *, carry_weights: bool = False) -> None:
     """Refuse a policy loss whose weights cannot be carried by advantages; warn of KL, entropy."""
     algorithm = cfg.trainer.algorithm
-    loss = str(algorithm.policy_loss_type)
-    if loss in _NOT_LINEAR:
-        raise AggregationError(
-            f"policy_loss_type={loss} is not proportional to advantages, and SkyRL aggregates by "
-            f"them: set trainer.algorithm.policy_loss_type to one of {', '.join(_LINEAR)}"
-        )
-    if loss not in _LINEAR:
-        _warn(
-            f"policy_loss_type={loss} is not one of SkyRL's own: its per-token loss must be "
-            "proportional to the advantage, and it must sum over tokens"
-        )
+    _check_loss(algorithm)
     terms = {"use_kl_loss": "KL", "use_entropy_loss": "entropy"}
     kept = [term for name, term in terms.items() if getattr(algorithm, name)]
     if kept and not carry_weights:
@@ -330,6 +235,30 @@ def check_config(cfg: Any, *, carry_weights: bool = False) -> None:
         )
 
 
+def _check_loss(algorithm: Any) -> None:
+    loss = str(algorithm.policy_loss_type)
+    if loss in _NOT_LINEAR:
+        raise AggregationError(
+            f"policy_loss_type={loss} is not proportional to advantages, and SkyRL aggregates by "
+            f"them: set trainer.algorithm.policy_loss_type to one of {', '.join(_LINEAR)}"
+        )
+    if loss not in _LINEAR:
+        _warn(
+            f"policy_loss_type={loss} is not one of SkyRL's own: its per-token loss must be "
+            "proportional to the advantage, and it must sum over tokens"
+        )
+
+
+def _check_weighed(cfg: Any) -> None:
+    """Refuse a run that cannot be weighed."""
+    _check_loss(cfg.trainer.algorithm)
+    if cfg.trainer.strategy != "megatron":
+        raise ContractError(
+            f"got {WEIGH} with trainer.strategy={cfg.trainer.strategy}, expected megatron: only "
+            f"its workers are weighed; unset {WEIGH}"
+        )
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 
@@ -344,13 +273,18 @@ def main() -> None:
 
     cfg = SkyRLTrainConfig.from_cli_overrides(rest)
     validate_cfg(cfg)
-    check_config(cfg)
+    if aggregation is not None:
+        check_config(cfg)
     initialize_ray(cfg)
-    ray.get(ray.remote(num_cpus=1)(_train).remote(cfg, aggregation))
+    train = ray.remote(num_cpus=1, runtime_env={"env_vars": variables()})(_train)
+    ray.get(train.remote(cfg, aggregation))
 
 
-def _split(arguments: Sequence[str]) -> tuple[Aggregation, list[str]]:
-    """Read our arguments; returns the aggregation and those of SkyRL."""
+def _split(arguments: Sequence[str]) -> tuple[Aggregation | None, list[str]]:
+    """Read our arguments; returns the aggregation and those of SkyRL.
+
+    None, for SkyRL's own reduction, if the run is weighed.
+    """
     suffixes = ("", "_divisor", "_exponent", "_count_empty")
     known = [f"loss_aggregation{suffix}" for suffix in suffixes]
     ours: dict[str, Any] = {}
@@ -368,7 +302,7 @@ def _split(arguments: Sequence[str]) -> tuple[Aggregation, list[str]]:
         else:
             raise AggregationError(f"got {argument!r}, expected true or false")
     aggregation = aggregation_from_args(argparse.Namespace(**ours))
-    if aggregation is None:
+    if aggregation is None and not is_asked():
         raise AggregationError(
             "got no loss_aggregation: add loss_aggregation=prompt_mean or another mode, or drop "
             "trainer.override_entrypoint"
@@ -376,7 +310,7 @@ def _split(arguments: Sequence[str]) -> tuple[Aggregation, list[str]]:
     return aggregation, rest
 
 
-def _train(cfg: Any, aggregation: Aggregation) -> None:
+def _train(cfg: Any, aggregation: Aggregation | None) -> None:
     from skyrl.train.entrypoints.main_base import BasePPOExp
     from skyrl.train.trainer import RayPPOTrainer
 

@@ -56,19 +56,17 @@ from megatron_lossagg.integrations._verl_batch import (
     plan_batch,
     warn_of_split,
 )
+from megatron_lossagg.integrations._weigh_switch import weigh_if_asked
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["SEQUENCE", "VENDOR", "WEIGH", "LossMode", "with_plan"]
+__all__ = ["SEQUENCE", "VENDOR", "LossMode", "with_plan"]
 
 VENDOR = "lossagg"
 """The value of ``VERL_ENGINE_VENDOR`` that selects the engine of this module."""
-
-WEIGH = "LOSSAGG_WEIGH"
-"""The environment variable that weighs the first step, of verl's own engine too."""
 
 SEQUENCE = "lossagg_sequence"
 """Field of the batch: each sequence's position in the plan, -1 for padding."""
@@ -177,10 +175,7 @@ def _register() -> tuple[str, ...]:
             model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR
         )
         register(_engine(MegatronEngineWithLMHead))
-    if os.environ.get(WEIGH):
-        from megatron_lossagg.integrations import weigh_rl
-
-        weigh_rl.install("verl")
+    weigh_if_asked("verl")
     return tuple(mode.name for mode in modes)
 
 

@@ -1,6 +1,7 @@
 """Weigh verl, SkyRL, NeMo-RL, AReaL and ms-swift: which weight each token gets, in each term.
 
-In the process that trains, before its first step::
+``LOSSAGG_WEIGH=1`` in the environment, with our integration of all but ms-swift. Or in the process
+that trains, before its first step::
 
     from megatron_lossagg.integrations import weigh_rl
 
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations import areal
+from megatron_lossagg.integrations import _weigh_skyrl, areal
 from megatron_lossagg.integrations._verl_batch import names_of
 from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term, term_of
 from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
@@ -61,6 +62,8 @@ class Reduction(NamedTuple):
     ``returned``: they are an attribute of what it returns, and a rank weighs a part of them."""
     cu_seqlens: str = ""
     """Of losses ``[T]``: the argument with their offsets."""
+    scale: str = ""
+    """The column of a microbatch with what the losses have been multiplied by, like the losses."""
 
 
 class Where(NamedTuple):
@@ -75,8 +78,8 @@ class Where(NamedTuple):
     """The variable with a microbatch, in a function that calls the one that is heard."""
     names: Callable[[Any], Sequence[str] | None] = lambda batch: None
     """What it calls the sequences of a microbatch."""
-    scale: str = ""
-    """The column with what a mode of ours has multiplied the losses by, like the losses."""
+    prepare: Callable[[], None] = lambda: None
+    """What it needs in this process beforehand."""
 
 
 _OURS, _SKYRL = "megatron_lossagg.integrations", "skyrl.backends.skyrl_train"
@@ -98,10 +101,14 @@ FRAMEWORKS: Mapping[str, Where] = {
     "skyrl": Where(
         _SKYRL_WORKER,
         [
-            Reduction(f"{_SKYRL}.utils.ppo_utils", "reduce_loss", "loss", "loss_mask"),
+            Reduction(
+                *(f"{_SKYRL}.utils.ppo_utils", "reduce_loss", "loss", "loss_mask"),
+                scale=_weigh_skyrl.SCALE,
+            ),
             Reduction(_SKYRL_WORKER, "masked_mean", "tensor", "mask"),
         ],
         sums_gradients=False,
+        prepare=_weigh_skyrl.carry,
     ),
     "nemo-rl": Where(
         "nemo_rl.models.megatron.train",
@@ -115,11 +122,11 @@ FRAMEWORKS: Mapping[str, Where] = {
                 *("areal.trainer.ppo.actor", "ppo_actor_loss_fn", "pg_loss", "loss_mask"),
                 how="inside",
                 cu_seqlens="cu_seqlens",
+                scale=areal.SCALE,
             )
         ],
         sums_gradients=True,
         batch="input_data",
-        scale=areal.SCALE,
     ),
     "ms-swift": Where(
         f"{_SWIFT}.base",
@@ -181,11 +188,13 @@ class _Weighing(TermsWeighing):
         cu_seqlens: Any,
         frame: Any,
         *,
+        scale: str = "",
         is_shared: bool = True,
     ) -> Tensor:
         """Return losses of whole sequences, and hear this rank's part of what is added to them, 0.
 
-        ``frame``: what reduces them. ``is_shared``: whether context-parallel ranks do it alike.
+        ``frame``: what reduces them. ``scale``: the column that they were multiplied by.
+        ``is_shared``: whether context-parallel ranks do it alike.
         """
         if cu_seqlens is not None:
             lengths = np.diff(torch.as_tensor(cu_seqlens).cpu().numpy())
@@ -194,7 +203,7 @@ class _Weighing(TermsWeighing):
         cp_size, cp_rank = _context_parallel() if is_shared else (1, 0)
         sequences = np.repeat(np.arange(len(lengths)), lengths)[cp_rank::cp_size]
         index = torch.arange(cp_rank, losses.numel(), cp_size, device=losses.device)
-        batch = _batch(frame, self.where)
+        batch = _batch(frame, self.where, scale)
         names = None if batch is None else self.where.names(batch)
         self._microbatch += self._is_new
         self._is_new = False
@@ -206,8 +215,8 @@ class _Weighing(TermsWeighing):
             names=names if names and len(names) == len(lengths) else None,
             microbatch=self._microbatch,
         )
-        if self.where.scale and batch is not None:
-            heard = heard * batch[self.where.scale].reshape(-1)[index].to(heard)
+        if scale and batch is not None:
+            heard = heard * batch[scale].expand_as(losses).reshape(-1)[index].to(heard)
         return losses.reshape(-1).index_add(0, index, heard).view_as(losses)
 
 
@@ -223,6 +232,7 @@ def install(
     where = FRAMEWORKS[framework]
     weighing = _Weighing(where, at, steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=f"the training of {framework} on Megatron")
+    where.prepare()
     found = [row.module for row in where.reductions if _listens(weighing, row)]
     if not any(not name.startswith(_OURS) for name in found):
         wanted = ", ".join(f"{row.module}.{row.function}" for row in where.reductions)
@@ -256,7 +266,9 @@ def _given(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> Ca
         losses, mask = given.arguments[row.losses], given.arguments.get(row.mask or "")
         if losses.dim() == 2:  # and not the means of sequences
             frame = sys._getframe(1)
-            given.arguments[row.losses] = weighing.hear_whole(losses, mask, None, frame)
+            given.arguments[row.losses] = weighing.hear_whole(
+                losses, mask, None, frame, scale=row.scale
+            )
         return stock(*given.args, **given.kwargs)
 
     return heard
@@ -311,17 +323,19 @@ class _Variables(TorchFunctionMode):
             if isinstance(losses, Tensor) and is_reduced:
                 self._has_heard = True
                 offsets = named.get(self._row.cu_seqlens)
-                heard = self._weighing.hear_whole(losses, mask, offsets, frame)
+                heard = self._weighing.hear_whole(
+                    losses, mask, offsets, frame, scale=self._row.scale
+                )
                 args = tuple(heard if one is losses else one for one in args)
         return func(*args, **(kwargs or {}))
 
 
-def _batch(frame: Any, where: Where) -> Any:
-    """Return the nearest microbatch of a framework that has names or a scale."""
+def _batch(frame: Any, where: Where, scale: str) -> Any:
+    """Return the nearest microbatch of a framework that has names or the scale."""
     while frame is not None:
         batch = frame.f_locals.get(where.batch)
         keys = batch.keys() if hasattr(batch, "keys") else ()
-        if where.scale in keys or (keys and where.names(batch) is not None):
+        if scale in keys or (keys and where.names(batch) is not None):
             return batch
         frame = frame.f_back
     return None

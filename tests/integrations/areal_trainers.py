@@ -38,8 +38,8 @@ train_controller.ModelAllocation = SimpleNamespace(from_str=lambda backend: MEGA
 FSDP = SimpleNamespace(backend="fsdp", parallel=None)
 
 
-def trainer_of(base, config):
-    made = object.__new__(areal.aggregated(base, AGGREGATION))
+def trainer_of(base, config, *, aggregation=AGGREGATION):
+    made = object.__new__(areal.aggregated(base, aggregation))
     made.config, made.scheduler, made.actor_alloc = config, None, MEGATRON
     return made
 
@@ -60,6 +60,21 @@ def check(controller, base):
     (spec,) = controller.config.scheduling_spec
     os.environ.update(spec.env_vars)  # as its scheduler does in a worker
     assert areal._of_environment() == AGGREGATION
+
+
+def check_weighed(config):
+    """AReaL's own weights, and the variable that weighs, reach the workers of a policy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOSSAGG_WEIGH", "1")
+        trainer = trainer_of(PPOTrainer, config, aggregation=None)
+        controller = trainer._create_train_engine(config.actor, MEGATRON)
+        assert path_of(controller) == "megatron_lossagg.integrations.areal.WeighedActor"
+        assert import_from_string(path_of(controller)) is controller.train_engine
+        assert config.actor.scheduling_spec[0].env_vars["LOSSAGG_WEIGH"] == "1"
+        for aggregation in (None, AGGREGATION):
+            trainer = trainer_of(SFTTrainer, config, aggregation=aggregation)
+            with pytest.raises(ContractError, match="AReaL's SFT is not weighed"):
+                trainer._create_actor(config.actor)
 
 
 def losses_of(data, scale_S, cu_seqlens, **options):
@@ -107,6 +122,7 @@ def main():
     actor, ref = (PPOActorConfig(scheduling_spec=specs()) for _ in range(2))
     trainer = trainer_of(PPOTrainer, SimpleNamespace(actor=actor, teacher=None))
     check(trainer._create_train_engine(actor, MEGATRON), "MegatronPPOActor")
+    check_weighed(SimpleNamespace(actor=actor, teacher=None))
     controller = trainer._create_train_engine(ref, MEGATRON)
     assert path_of(controller) == "areal.engine.megatron_engine.MegatronPPOActor"
     assert not ref.scheduling_spec[0].env_vars

@@ -12,15 +12,17 @@ reduce-scatter on gloo fails in a subgroup.
 
 - ``ours``, and ``steps``: two optimizer steps of the batch;
 - ``local``: ours with a count of this rank only put in;
-- ``areal``: AReaL without us; ``per_token`` with that loss scaling, against DP CP times the
+- ``areal``: AReaL's own weights; ``per_token`` with that loss scaling, against DP CP times the
   gradient; ``m2po`` with that loss, and a difference from the first such case.
 
 It prints the largest relative error of a gradient; values are checked to BOUND if it is ours.
 Every step is weighed; of the policy loss the weights are compared with loops over tokens.
 """
 
+import io
 import os
 import sys
+from contextlib import redirect_stdout
 from itertools import chain
 from types import SimpleNamespace
 
@@ -100,7 +102,7 @@ def engine_of(terms, batching, how, chunk, after_step):
         cls = areal.LossAggregationLM if is_ours else megatron_engine.MegatronLMEngine
         config = TrainEngineConfig(mb_spec=spec)
     else:
-        cls = areal.LossAggregationActor if is_ours else megatron_engine.MegatronPPOActor
+        cls = areal.LossAggregationActor if is_ours else areal.WeighedActor
         config = PPOActorConfig(mb_spec=spec, ppo_n_minibatches=1 + (how == "steps"))
         config.eps_clip, config.c_clip = framework_step.CLIP, framework_step.DUAL_CLIP
         config.m2_threshold = M2 if how == "m2po" else None
@@ -217,6 +219,17 @@ def reduce_scattered(ctx, *grads):
     return None, summed[dist.get_rank(ctx.group)]
 
 
+def check_that_the_variable_weighs(chunk):
+    """Its process's first step, and no other one."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setenv("LOSSAGG_WEIGH", "1")
+        for _ in range(2):
+            train(chunk, "token_mean", "pg", "3", "areal")
+    wanted = [1] if dist.get_rank() == 0 else []
+    assert [printed.getvalue().count("verdict: trains token_mean")][: len(wanted)] == wanted
+
+
 def main():
     functional._AllGather.backward = staticmethod(reduce_scattered)  # of the gather over CP
     saved = framework_step.expected_cases(REFERENCE)
@@ -224,6 +237,7 @@ def main():
     chunks = [tiny_gpt.wrapped(tiny_gpt.config_of(per_token=one)) for one in (False, True)]
     first = {}
     stock = megatron_engine.get_forward_backward_func
+    check_that_the_variable_weighs(chunks[0])
     report = lambda step, _, term: WEIGHED.update({term: step})  # noqa: E731
     weigh_rl.install("areal", steps=1000, report=report)
     heard = megatron_engine.get_forward_backward_func

@@ -20,6 +20,9 @@ the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge 
 optimizer, which records gradients and changes nothing.
 """
 
+import contextlib
+import io
+import pickle
 import sys
 import types
 from types import SimpleNamespace
@@ -300,6 +303,22 @@ def by_hand(data, mode):
     return steps
 
 
+def check_that_the_variable_weighs(kind, data, how, size):
+    """A loss function that arrives in a worker lets its first step be weighed, and no other one."""
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("LOSSAGG_WEIGH", "1")
+        sent = pickle.dumps(aggregated(LOSSES["token"], None))
+        for _ in range(2):
+            worker, shard, _ = worker_of(kind, data, how, size, chunk, [])
+            worker.optimizer = Unchanged(chunk, [])
+            worker.train(shard, pickle.loads(sent), gbs=SEQUENCES_PER_STEP, mbs=size)
+    if dist.get_rank() == 0:
+        assert printed.getvalue().count("term actor_loss") == 1, printed.getvalue()
+        assert "verdict: trains token_mean" in printed.getvalue()
+
+
 def weigh():
     cp, how, *cases = OTHERS
     saved = torch.load(FILE, weights_only=False)
@@ -308,6 +327,8 @@ def weigh():
     tiny_gpt.start(cp=int(cp))
     from megatron_lossagg.integrations import weigh_rl
 
+    size = int(cases[0].split("/")[-1])
+    check_that_the_variable_weighs(policy.MegatronPolicyWorkerImpl, data, how, size)
     found = {}
     weigh_rl.install(
         "nemo-rl",

@@ -13,9 +13,10 @@ and ``train_step``.
 
 ``skyrl_worker.py REFERENCE CHECKOUT CP TP PP BOUND CASE ...``; a case is
 ``aggregation/terms/batching/M``, batching one of packed, padded, tokens (which finds M itself),
-and bins for SFT's own packing.
-It prints the largest relative error of a gradient; metrics are checked to BOUND. Every step is
-weighed: the policy loss, and without a patch KL and, of padded sequences, entropy.
+and bins for SFT's own packing. In place of an aggregation ``stock token_mean`` and SkyRL's other
+``loss_reduction``.
+It prints the largest relative error of a gradient; metrics are checked to BOUND. Every step but of
+bins is weighed: the policy loss, SFT's, and without a patch KL and, of padded sequences, entropy.
 """
 
 import importlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
+os.environ["LOSSAGG_WEIGH"] = "1"
 REFERENCE, CHECKOUT, *SIZES, BOUND = sys.argv[1:7]
 CASES, BOUND = sys.argv[7:], float(BOUND)
 CP, TP, PP = map(int, SIZES)
@@ -47,6 +49,7 @@ adapters = importlib.import_module("megatron.bridge.peft.utils")
 adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
 
 import framework_step  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -68,10 +71,13 @@ from skyrl.train.config.sft_config import SFTConfig  # noqa: E402
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
+from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.integrations import weigh_rl  # noqa: E402
+from megatron_lossagg.integrations._weigh_skyrl import SCALE  # noqa: E402
 from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
 from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
 
+MegatronModelWrapper = megatron_model_wrapper.MegatronModelWrapper
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
 OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
@@ -160,8 +166,10 @@ def worker_of(cfg, chunk):
 
 def staged(cfg, case):
     """Return each rank's sequences as SkyRL's trainer, in our subclass, stages them."""
-    aggregation = framework_step.CASES[case]
-    trainer = object.__new__(aggregated(RayPPOTrainer, aggregation, carry_weights=True))
+    aggregation = framework_step.CASES.get(case)
+    cfg.algorithm.loss_reduction, cfg.algorithm.max_seq_len = case.split()[-1], frameworks.DIVISOR
+    kind = aggregated(RayPPOTrainer, aggregation, carry_weights=aggregation is not None)
+    trainer = object.__new__(kind)
     trainer.cfg = SimpleNamespace(trainer=cfg)
     batch = batch_of_the_step()
     boundaries = batch.metadata["policy_mini_batch_boundaries"]
@@ -242,10 +250,25 @@ def check_metrics(metrics, saved, case):
         assert abs(metrics[name] - want) <= BOUND * abs(want), (name, metrics[name], want)
 
 
-def check_weighed(weighed, cfg, terms, chunks, *, is_patched):
-    """A token's loss has weight 1, since advantages have the mode's; KL and entropy are means."""
-    masks = [sequence["mask"] for sequence in SAMPLES if any(sequence["mask"])]
-    framework_step.assert_weighed(weighed["loss"], [(sum(mask), 1.0) for mask in masks])
+def reference_of(cfg, case):
+    """Return the aggregation of a case, and for SkyRL's own its microbatches: the trainer's."""
+    if case in framework_step.CASES:
+        return framework_step.CASES[case], {}
+    size = cfg.micro_train_batch_size_per_gpu
+    places = {sequence["number"]: (0, n // size) for n, sequence in enumerate(SAMPLES)}
+    return frameworks.ALIASES[case.removeprefix("stock ")], {
+        "places": places,
+        "microbatches": [len(SAMPLES) // size],
+    }
+
+
+def check_weighed(weighed, cfg, case, terms, chunks, *, is_patched):
+    """The policy loss and SFT's have the mode's weights, KL and entropy are means."""
+    aggregation, of_microbatches = reference_of(cfg, case)
+    found = framework_step.weights(aggregation, by="number", **of_microbatches)
+    numbered = {sequence["number"]: sum(sequence["mask"]) for sequence in SAMPLES}
+    wanted = [(numbered[number], weight) for number, weight in found.items()]
+    framework_step.assert_weighed(weighed["loss"], wanted, tolerance=max(BOUND, 1e-10))
     if is_patched or cfg.max_tokens_per_microbatch > 0 or "kl" not in terms:
         return
     kl, entropy = [], []
@@ -262,7 +285,7 @@ def check_weighed(weighed, cfg, terms, chunks, *, is_patched):
 
 
 def main():
-    saved = framework_step.expected_cases(REFERENCE)
+    saved, sequences = framework_step.expected_cases(REFERENCE), torch.load(REFERENCE)
     prepared = []  # the trainer is a process of its own, without a process group
     for named in CASES:
         case, terms, batching, num_microbatches = named.split("/")
@@ -276,26 +299,43 @@ def main():
             )
         else:
             made = staged(cfg, case)
+        if case not in framework_step.CASES:
+            aggregation, given = reference_of(cfg, case)
+            saved[case, terms] = framework_step.expected(
+                sequences, {terms: aggregation}, by="number", **given
+            )
         prepared.append((named, case, terms, cfg, made))
     tiny_gpt.start(cp=CP, tp=TP, pp=PP)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
-    weighed = {}
+    weighed, stock = {}, MegatronModelWrapper.forward_backward_mini_batch
     weigh_rl.install("skyrl", steps=1000, report=lambda step, _, term: weighed.update({term: step}))
+    carrying = MegatronModelWrapper.forward_backward_mini_batch
     is_patched = "loss_weights" in Path(megatron_worker.__file__).read_text()
     for named, case, terms, cfg, made in prepared:
+        is_packed = named.endswith("bins/0")  # rows of several sequences are refused
+        MegatronModelWrapper.forward_backward_mini_batch = stock if is_packed else carrying
         metrics = (train_sft if terms == "nll" else train)(chunk, cfg, made)
         error = torch.tensor(framework_step.worst_error(chunk, saved[case, terms][1]))
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
             padding = metrics.get("num_padding_microbatches", 0)
             print(f"{named}: {error:.1e}, {padding} padding microbatches per rank", flush=True)
-        if terms != "nll" and dist.get_rank() == 0:
-            check_weighed(weighed, cfg, terms, made, is_patched=is_patched)
+        if not is_packed and dist.get_rank() == 0:
+            check_weighed(weighed, cfg, case, terms, made, is_patched=is_patched)
         if terms == "nll":
             want = saved[case, terms][0]
             assert abs(metrics["loss"] - want) <= BOUND * abs(want), (metrics["loss"], want)
         if is_patched and terms == "pg kl entropy":
             check_metrics(metrics, saved, case)
+    MegatronModelWrapper.forward_backward_mini_batch = carrying
+    if is_packed:
+        with pytest.raises(ContractError, match="got rows of several sequences"):
+            train_sft(chunk, cfg, made)
+    elif terms != "nll":
+        for batch in made:
+            del batch[SCALE]
+        with pytest.raises(ContractError, match="got a batch without what SkyRL's trainer"):
+            train(chunk, cfg, made)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import torch
 import written_frameworks
 from conftest import TESTS, launched
 from device_double import DeviceDouble
-from frameworks import INSTALLED, checkout_of, copy_of, in_float64, needs, reference
+from frameworks import INSTALLED, LAYOUTS, checkout_of, copy_of, in_float64, needs, reference
 from written_frameworks import RayPPOTrainer, SFTTrainer, SkyRLBatch, sft_collator, skyrl_config
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import skyrl
+from megatron_lossagg.integrations._weigh_skyrl import SCALE
+from megatron_lossagg.integrations._weigh_switch import WEIGH
 
 MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
@@ -131,6 +133,26 @@ def test_advantages_are_scaled_where_the_trainer_has_its_batch_on_a_device():
 def test_prompt_mean_without_prompts_is_refused():
     with pytest.raises(PlanError, match="needs Sequences"):
         made("prompt_mean")._normalize_advantages(data(), [(0, 4)])
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_a_batch_has_the_weights_for_weighing_where_it_is_asked_for(asked, monkeypatch):
+    monkeypatch.setenv(WEIGH, asked)
+    out = made()._normalize_advantages(data(), [(0, 2), (2, 4)])
+    assert (SCALE in out) == bool(asked)
+    if asked:
+        assert out[SCALE][:, 0].tolist() == pytest.approx([1 / 4, 1 / 2, 0, 1 / 6])
+
+
+def test_what_cannot_be_weighed_is_refused_as_the_trainer_starts(monkeypatch):
+    own = skyrl.aggregated(RayPPOTrainer, None)
+    for config in (skyrl_config(policy_loss_type="clip_cov"), skyrl_config(strategy="fsdp")):
+        own(config)  # which SkyRL trains
+    monkeypatch.setenv(WEIGH, "1")
+    with pytest.raises(AggregationError, match="policy_loss_type=clip_cov is not proportional"):
+        own(skyrl_config(policy_loss_type="clip_cov"))
+    with pytest.raises(ContractError, match=r"strategy=fsdp, expected megatron"):
+        own(skyrl_config(strategy="fsdp"))
 
 
 def test_skyrls_own_reduction_is_back_afterwards():
@@ -250,6 +272,11 @@ def test_the_entry_point_reads_its_own_arguments():
     assert rest == ["a=1"]
 
 
+def test_the_entry_point_weighs_skyrls_own_reduction(monkeypatch):
+    monkeypatch.setenv(WEIGH, "1")
+    assert skyrl._split(["a=1"]) == (None, ["a=1"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -366,6 +393,40 @@ def test_skyrls_sft_trainer_trains_by_the_mode(errors_of, sizes):
 def test_with_the_patch_the_weights_are_ours_on_split_models_and_padded_sequences(errors_of, sizes):
     cases = [f"prompt_mean/{EVERYTHING}/{how}/{m}" for how in ("packed", "padded") for m in (1, 3)]
     assert all(error < 1e-12 for error, _ in errors_of("SkyRL", cases, **sizes).values())
+
+
+REDUCTIONS = (
+    *("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm"),
+    "prompt_mean",
+)
+
+
+@needs("SkyRL", installed=True)
+@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
+def test_each_token_of_skyrls_policy_loss_weighs_what_its_trainer_says_by_loops_over_sequences(
+    errors_of, dp, cp
+):
+    ways = ("packed", "padded") if cp == 1 else ("packed",)  # all that SkyRL has
+    cases = [f"stock {name}/pg/{how}/3" for name in REDUCTIONS for how in ways]
+    cases += [f"{mode}/pg/packed/3" for mode in (*MODES, *MODES_WITHOUT_EMPTY)]
+    cases += [f"{mode}/pg/tokens/0" for mode in ("stock sequence_mean", "prompt_mean")]
+    errors = errors_of("SkyRL", cases, patch=None, cp=cp, processes=dp * cp)
+    assert all(error < 1e-12 for error, _ in errors.values())
+
+
+@pytest.mark.launches
+@needs("SkyRL", "ray", installed=True)
+def test_a_driver_that_is_asked_to_weigh_lets_rays_actor_of_the_policy_listen():
+    paths = [TESTS.parent, TESTS / "support", TESTS / "integrations", checkout_of("SkyRL")]
+    done = subprocess.run(
+        [sys.executable, TESTS / "integrations" / "skyrl_ray.py", checkout_of("SkyRL")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONWARNINGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    found = "FOUND (True, [('a/model', True), ('a/model', False)])"
+    assert found in done.stdout, done.stdout + done.stderr
 
 
 @needs("SkyRL", installed=True)

@@ -192,7 +192,7 @@ def test_each_token_of_verls_terms_weighs_what_loops_over_tokens_say(per_token):
 
 @pytest.mark.parametrize("weighs", ["", "1"])
 def test_the_variable_lets_the_plugin_weigh(monkeypatch, weighs):
-    monkeypatch.setenv(verl_plugin.WEIGH, weighs)
+    monkeypatch.setenv("LOSSAGG_WEIGH", weighs)
     monkeypatch.setattr(transformer_impl, HOOK, getattr(transformer_impl, HOOK))
     for module in (core_algos, verl_losses):
         monkeypatch.setattr(module, "agg_loss", module.agg_loss)

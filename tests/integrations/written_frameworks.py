@@ -160,7 +160,7 @@ def apply_loss_reduction_to_advantages_minibatch(**_):
     raise AssertionError
 
 
-def skyrl_config(*, step_wise=False, mtp=False, critic=None, **algorithm):
+def skyrl_config(*, step_wise=False, mtp=False, critic=None, strategy="megatron", **algorithm):
     """Return what the integration reads of SkyRL's configuration."""
     given = {
         "policy_loss_type": "regular",
@@ -172,6 +172,7 @@ def skyrl_config(*, step_wise=False, mtp=False, critic=None, **algorithm):
         generator=SimpleNamespace(step_wise_trajectories=step_wise),
         trainer=SimpleNamespace(
             algorithm=SimpleNamespace(**given),
+            strategy=strategy,
             mtp=SimpleNamespace(enabled=mtp),
             critic=SimpleNamespace(model=SimpleNamespace(path=critic)),
         ),
