@@ -265,10 +265,10 @@ def verified(name: str, checkout: Path, others: list[Path]) -> tuple[bool, str]:
 
     ``others``: the folders of packages that its functions import from a different checkout.
     """
-    is_good = True
+    is_good, core = True, ""
     if name == "megatron-lm":
         report = verify(LAYOUT, [checkout], NEWEST[name].stand_ins)
-        is_good = report["passed"]
+        is_good, core = report["passed"], f"; Megatron-Core: {report['line']}"
         say(f"Megatron-Core, {' '.join(LAYOUT)}: {report['line']}")
     path = [checkout / NEWEST[name].source, *others]
     if name == "bridge":
@@ -286,7 +286,7 @@ def verified(name: str, checkout: Path, others: list[Path]) -> tuple[bool, str]:
     for verdict in failed:
         say(f"FAIL {verdict['case']}: {verdict['explanation'][:300]}")
     ended = bool(checks) or report["status"] == COULD_NOT_RUN
-    return is_good and ended and not failed and "FAIL" not in states, counts
+    return is_good and ended and not failed and "FAIL" not in states, counts + core
 
 
 def say(line: str) -> None:
