@@ -5,8 +5,8 @@ algebra's code. ``docs/reference/checks.md`` is printed from here and lists all 
 
 No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
 and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook, and
-``evaluation`` when ``mb.outputs`` is called. ``coefficients`` and ``divided_losses`` belong to
-``GradientAudit``, ``trained_tokens`` to ``Ownership``.
+``evaluation`` when ``mb.outputs`` is called. ``coefficients`` belongs to ``GradientAudit``,
+``loss_graph`` to ``Outcome``, ``trained_tokens`` to ``Ownership``.
 """
 
 from __future__ import annotations

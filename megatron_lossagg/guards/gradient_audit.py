@@ -29,7 +29,6 @@ from megatron_lossagg.guards.coefficients import (
     warn_of,
     warn_of_scales,
 )
-from megatron_lossagg.guards.divided_losses import warn_of_divided_losses
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
 from megatron_lossagg.reduction.integers import first_few
 from megatron_lossagg.reduction.reducer import Reducer
@@ -46,20 +45,16 @@ class GradientAudit(Guard):
     any coefficient. A call may have the coefficient 0 if its loss is 0 too. The tolerance is 1e-5,
     or the rounding of the loss's dtype.
 
-    It warns if a returned loss is not the sum of its terms: it has one that no reducer made; if
-    the loss scale changes inside the step; and, of the first losses of a process, if they were
-    divided by a count of their microbatch.
+    It warns if a returned loss is not the sum of its terms: it has one that no reducer made; and
+    if the loss scale changes inside the step.
     """
 
     catches = (
         "a loss that is divided by M or CP, multiplied, detached, dropped, trained twice, made "
-        "without mb.reduce, or scaled by a schedule that is not Megatron's; as warnings, a loss "
-        "scale that changes inside the step, and losses divided by their microbatch's tokens"
+        "without mb.reduce, or scaled by a schedule that is not Megatron's; as a warning, a "
+        "loss scale that changes inside the step"
     )
-    costs = (
-        "one hook and two scalars kept for each partial loss; with a loss scale, its product; two "
-        "host syncs in the first step of a process, if its losses were divided"
-    )
+    costs = "one hook and two scalars kept for each partial loss; with a loss scale, its product"
 
     def __init__(self) -> None:
         self._reduced: dict[object, bool] = {}
@@ -84,8 +79,6 @@ class GradientAudit(Guard):
             self._reduced[microbatch] = can_be_trained
         if step.forward_only or not partial_loss.requires_grad:
             return
-        if is_own and not self._calls:
-            warn_of_divided_losses(reducer, losses)
         value = partial_loss.detach()
         term = Term(
             microbatch=microbatch,

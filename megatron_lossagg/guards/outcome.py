@@ -7,7 +7,8 @@ compared with what a right step gives, for each token t that the mode weighs::
 
 It is 1 if the model's losses are what ``mb.reduce`` gets. Factors of the losses show in r_t:
 importance ratios and advantages, and what a ported loss_func divides by or detaches. So a value
-is no fault by itself; what no such factor explains is a warning.
+is no fault by itself; what no such factor explains is a warning. If the model returns no loss per
+token, only a division of them is looked for, in the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import say
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
-from megatron_lossagg.guards.loss_graph import nodes_of
+from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.plan import StepPlan
@@ -34,6 +35,7 @@ from megatron_lossagg.weigh.listen import listen
 __all__ = ["Outcome", "WeighedSteps"]
 
 _TOLERANCE = 1e-5
+_ENDS = "before mb.reduce; ignore this if that is meant"
 _MOST_M = 8
 """Numbers of microbatches for which a first step is weighed."""
 
@@ -147,13 +149,15 @@ class Outcome(Guard):
 
     Where the model returns a loss per token, and what is reduced follows from it token by token,
     each times one number, in one term. It warns of a number that is a product of M, DP, CP, N or
-    its microbatch's tokens, and if some losses have no gradient while the others are right.
+    its microbatch's tokens, and if some losses have no gradient while the others are right. Of
+    other losses it warns if they were divided by a count of their microbatch.
     """
 
     catches = (
-        "as warnings, where the model returns a loss per token: losses that are divided by M, DP, "
-        "CP, N or their microbatch's tokens, or partly detached, before mb.reduce; in steps 1, 2, "
-        "4, ..., 64 and each 64th, and after the mode or the number of microbatches changed"
+        "as warnings, in steps 1, 2, 4, ..., 64 and each 64th of a run, and after the mode or the "
+        "number of microbatches changed: losses divided by their microbatch's tokens before "
+        "mb.reduce; where the model returns a loss per token, those divided by M, DP, CP or N, or "
+        "partly detached"
     )
     costs = "in these steps 9 bytes for each token of the step, until it ends, and a pass over them"
 
@@ -179,11 +183,16 @@ class Outcome(Guard):
         if not partial_loss.requires_grad or is_in_backward():
             return
         found, key = None, reducer.microbatch.identity
-        is_own = reducer.plan.aggregation == step.plan.aggregation and reducer.custom is None
-        if is_own and not reducer.layout.is_gathered and key not in self._microbatches:
+        is_own = reducer.plan.aggregation == step.plan.aggregation
+        is_measurable = is_own and reducer.custom is None and not reducer.layout.is_gathered
+        if is_measurable and key not in self._microbatches:
             output = self._listener.taken(losses)
             found = None if output is None else _Microbatch(output=output, reducer=reducer)
         self._microbatches[key] = found
+        if is_own and found is None and (divisors := divisors_of(losses)):
+            counts = [reducer.microbatch.keep.sum(), *divisors]
+            describe = partial(_find_division, reducer.counted_tokens)
+            step.plan.state.faults.record(counts, describe)
 
     def on_first_outputs(self, step: StepFacts) -> None:
         """Forget an earlier pass over the step."""
@@ -289,17 +298,12 @@ def _ratios(
 
 def _warn_of(names: _Names, found: Sequence[_Found], tolerance: float) -> None:
     """Warn, once per process, of numbers that a weight holds already, and of missing tokens."""
-    ends = "before mb.reduce; ignore this if that is meant"
     if all(one.is_all(1, tolerance) for one in found):
         return
     counts = [next((c for c in (one.tokens, one.counted) if c and one.is_all(1 / c, tolerance)), 0)
               for one in found]  # fmt: skip
     if all(counts):
-        warn_once(
-            "divided losses",
-            f"losses were divided by {counts[0]}, the active tokens of their microbatch, {ends}: "
-            "the weights hold every denominator",
-        )
+        _warn_of_division(counts[0])
         return
     first = found[0].lowest
     if first and all(one.is_all(first, tolerance) for one in found):
@@ -308,15 +312,30 @@ def _warn_of(names: _Names, found: Sequence[_Found], tolerance: float) -> None:
             warn_once(
                 "multiplied losses",
                 f"each token was trained with {first:.6g} = {products[0]} times its weight of "
-                f"{names.mode}: the model's losses were multiplied by it {ends}",
+                f"{names.mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
         zero, tokens = sum(one.zero for one in found), sum(one.tokens for one in found)
         warn_once(
             "detached losses",
             f"{zero} of {tokens} tokens that {names.mode} counts were not trained, and the others "
-            "were with their weight: the losses of these were detached or multiplied by 0 " + ends,
+            "were with their weight: the losses of these were detached or multiplied by 0 " + _ENDS,
         )
+
+
+def _find_division(counted: int, values: list[float]) -> str:
+    kept, *divisors = values
+    for count in {counted, kept} & {*divisors} - {0, 1}:
+        _warn_of_division(count)
+    return ""
+
+
+def _warn_of_division(count: float) -> None:
+    warn_once(
+        "divided losses",
+        f"losses were divided by {count:g}, the active tokens of their microbatch, {_ENDS}: the "
+        "weights hold every denominator",
+    )
 
 
 def _is_right_but_for_zeros(one: _Found, tolerance: float) -> bool:

@@ -238,6 +238,26 @@ def check_a_model_of_logits_is_not_looked_at(aggregator):
 
 
 @both
+def check_a_division_of_losses_from_logits_is_named_in_each_run(aggregator):
+    """In the first of the next run too, whose graph says so alone."""
+
+    def of_logits(step, number, output, divisor=1):
+        losses = output.float().logsumexp(dim=-1).view(-1) / divisor
+        return reduced(step, number, losses * torch.linspace(1, 2, LENGTH))
+
+    def divided(step, number, output):
+        return of_logits(step, number, output, torch.tensor(ACTIVE[number]))
+
+    for loss_func, told in ((of_logits, []), (divided, ["losses were divided by 7, the active"])):
+        run = aggregator()
+        weights, _, warned = train(run, loss_func, asks_logits=True, is_first=not told)
+        assert weights is None
+        assert [one[: len(text)] for one, text in zip(warned, told, strict=True)] == told
+        for _ in range(2):
+            train(run, of_logits, asks_logits=True, is_first=False)
+
+
+@both
 def check_a_weighed_step_trains_bit_by_bit_what_another_does(aggregator):
     run = aggregator()
     steps = [train(run) for _ in range(3)]

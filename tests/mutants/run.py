@@ -132,7 +132,6 @@ LAUNCHED_TESTS = {
     "guards/agreement": [*AGGREGATOR, *checks_of("guards/agreement_worker")],
     "guards/before": [*faults_of("before"), *STEP],
     "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
-    "guards/divided_losses": [*of("guards", "divided_losses"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
     "guards/finalized": FINALIZED,
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
@@ -142,6 +141,7 @@ LAUNCHED_TESTS = {
         *(*faults_of("GradientBuffers"), *LEGAL_STEPS),
         *checks_of("guards/legal_runs_worker"),  # chunks that are wrapped anew
     ],
+    "guards/loss_graph": [*of("guards", "loss_graph"), *checks_of("guards/outcome_worker")],
     "guards/num_tokens": [*faults_of("NumTokens"), *LEGAL_INPUTS],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
