@@ -15,7 +15,6 @@ from megatron_lossagg.guards.finalized import Finalized
 from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.guards.num_tokens import NumTokens
 from megatron_lossagg.guards.one_total import OneTotal
 from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
@@ -30,7 +29,6 @@ GUARDS: tuple[type[Guard], ...] = (
     GradientAudit,
     TokenWeights,
     GradientBuffers,
-    NumTokens,
     Finalized,
     Ownership,
     Outcome,

@@ -13,11 +13,12 @@ token, only a division of them is looked for, in the graph.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,30 +115,19 @@ class _Microbatch:
     """Whether loss_func has returned for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
-    """What a factor may be called."""
-
-    mode: str
-    sizes: Mapping[str, int]
-    tokens: int
-    """N."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Found(NamedTuple):
     """The weights of a microbatch, relative to those of the mode."""
 
+    counted: int
+    """Active tokens of its sequences."""
     lowest: float
     highest: float
     lowest_kept: float
     """Of those that are not 0."""
-    zero: int
+    zero: float
     """Tokens with a weight of 0 that the mode weighs."""
-    tokens: int
+    tokens: float
     """Tokens that the mode weighs."""
-    counted: int
-    """Active tokens of its sequences."""
 
     def is_all(self, value: float, tolerance: float) -> bool:
         """Whether the weight of each token is a value."""
@@ -165,7 +155,6 @@ class Outcome(Guard):
         self._listener = _Listener()
         handle = step.chunks[-1].register_forward_hook(self._listener)
         self._stop = weakref.finalize(self, handle.remove)
-        self._is_first = step.groups.is_first
         self._microbatches: dict[object, _Microbatch | None] = {}
         """None: of other losses, or of several terms, which add up at the output."""
         self._ratios: list[float] = []
@@ -216,16 +205,7 @@ class Outcome(Guard):
         if read:
             counted = [one.reducer.counted_tokens for one, _ in read]
             tolerance = max(_TOLERANCE, *(2 * one.output.eps for one, _ in read))
-            names = _Names(
-                mode=step.plan.aggregation.mode,
-                sizes={
-                    "M": step.scaling.num_microbatches,
-                    "DP": step.groups.dp_size,
-                    "CP": step.groups.cp_size,
-                },
-                tokens=step.scaling.active_tokens or 0,
-            )
-            describe = partial(self._describe, names, counted, tolerance)
+            describe = partial(self._describe, step, counted, tolerance)
             values = [value for _, values in read for value in values]
             step.plan.state.faults.record(values, describe)
         return ""
@@ -241,33 +221,22 @@ class Outcome(Guard):
         return {"ratios": self._ratios} if self._ratios else {}
 
     def _describe(
-        self, names: _Names, counted: list[int], tolerance: float, values: list[float]
+        self, step: StepFacts, counted: list[int], tolerance: float, values: list[float]
     ) -> str:
-        parts = zip(counted, zip(*[iter(values)] * 5, strict=True), strict=True)
-        found = [
-            _Found(
-                lowest=low,
-                highest=high,
-                lowest_kept=kept,
-                zero=int(zero),
-                tokens=int(tokens),
-                counted=of_microbatch,
-            )
-            for of_microbatch, (low, high, kept, zero, tokens) in parts
-            if tokens and abs(low) + abs(high) < float("inf")
-        ]
+        read = [_Found(one, *values[5 * i : 5 * i + 5]) for i, one in enumerate(counted)]
+        found = [one for one in read if one.tokens and math.isfinite(one.lowest + one.highest)]
         if not found:
             return ""
-        lowest = min(one.lowest for one in found)
-        highest = max(one.highest for one in found)
+        mode = step.plan.aggregation.mode
+        lowest, highest = min(one.lowest for one in found), max(one.highest for one in found)
         self._ratios = [float(f"{lowest:.6g}"), float(f"{highest:.6g}")]
-        if self._is_first and first_time(f"weights of {names.mode}"):
+        if step.groups.is_first and first_time(f"weights of {mode}"):
             tokens = sum(one.tokens for one in found)
             say(
-                f"this rank's {tokens} tokens were trained with the weight of {names.mode}, times "
+                f"this rank's {tokens:.0f} tokens were trained with the weight of {mode}, times "
                 f"{lowest:.6f} to {highest:.6f} at the model's losses"
             )
-        _warn_of(names, found, tolerance)
+        _warn_of(step, found, tolerance)
         return ""
 
 
@@ -296,7 +265,7 @@ def _ratios(
     ]
 
 
-def _warn_of(names: _Names, found: Sequence[_Found], tolerance: float) -> None:
+def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None:
     """Warn, once per process, of numbers that a weight holds already, and of missing tokens."""
     if all(one.is_all(1, tolerance) for one in found):
         return
@@ -305,21 +274,24 @@ def _warn_of(names: _Names, found: Sequence[_Found], tolerance: float) -> None:
     if all(counts):
         _warn_of_division(counts[0])
         return
-    first = found[0].lowest
+    first, mode, n = found[0].lowest, step.plan.aggregation.mode, step.scaling.active_tokens
     if first and all(one.is_all(first, tolerance) for one in found):
-        others = {"N": names.tokens} if names.tokens else {}
-        if products := equal_products(first, names.sizes, others, tolerance=tolerance):
+        m, groups = step.scaling.num_microbatches, step.groups
+        sizes = {"M": m, "DP": groups.dp_size, "CP": groups.cp_size}
+        others = {"N": n} if n else {}
+        if products := equal_products(first, sizes, others, tolerance=tolerance):
             warn_once(
                 "multiplied losses",
                 f"each token was trained with {first:.6g} = {products[0]} times its weight of "
-                f"{names.mode}: the model's losses were multiplied by it {_ENDS}",
+                f"{mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
         zero, tokens = sum(one.zero for one in found), sum(one.tokens for one in found)
         warn_once(
             "detached losses",
-            f"{zero} of {tokens} tokens that {names.mode} counts were not trained, and the others "
-            "were with their weight: the losses of these were detached or multiplied by 0 " + _ENDS,
+            f"{zero:.0f} of {tokens:.0f} tokens that {mode} counts were not trained, and the "
+            "others were with their weight: the losses of these were detached or multiplied by 0 "
+            + _ENDS,
         )
 
 

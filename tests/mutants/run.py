@@ -133,7 +133,7 @@ LAUNCHED_TESTS = {
     "guards/before": [*faults_of("before"), *STEP],
     "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
-    "guards/finalized": FINALIZED,
+    "guards/finalized": [*FINALIZED, *LEGAL_INPUTS],
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
     "guards/frozen": [*AGGREGATOR, *faults_of("before")],
     "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
@@ -142,7 +142,6 @@ LAUNCHED_TESTS = {
         *checks_of("guards/legal_runs_worker"),  # chunks that are wrapped anew
     ],
     "guards/loss_graph": [*of("guards", "loss_graph"), *checks_of("guards/outcome_worker")],
-    "guards/num_tokens": [*faults_of("NumTokens"), *LEGAL_INPUTS],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
     "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
