@@ -7,8 +7,8 @@ compared with what a right step gives, for each token t that the mode weighs::
 
 It is 1 if the model's losses are what ``mb.reduce`` gets. Factors of the losses show in r_t:
 importance ratios and advantages, and what a ported loss_func divides by or detaches. So a value
-is no fault by itself; what no such factor explains is a warning. If the model returns no loss per
-token, only a division of them is looked for, in the graph.
+is no fault by itself; what no such factor explains is a warning. A division by a count is looked
+for in the graph too, of any losses.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Outcome(Guard):
     Where the model returns a loss per token, and what is reduced follows from it token by token,
     each times one number, in one term. It warns of a number that is a product of M, DP, CP, N or
     its microbatch's tokens, and if some losses have no gradient while the others are right. Of
-    other losses it warns if they were divided by a count of their microbatch.
+    any losses it warns if they were divided by a count of their microbatch.
     """
 
     catches = (
@@ -178,7 +178,7 @@ class Outcome(Guard):
             output = self._listener.taken(losses)
             found = None if output is None else _Microbatch(output=output, reducer=reducer)
         self._microbatches[key] = found
-        if is_own and found is None and (divisors := divisors_of(losses)):
+        if is_own and (divisors := divisors_of(losses)):
             counts = [reducer.microbatch.keep.sum(), *divisors]
             describe = partial(_find_division, reducer.counted_tokens)
             step.plan.state.faults.record(counts, describe)

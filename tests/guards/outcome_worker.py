@@ -103,6 +103,24 @@ def check_losses_that_are_divided_are_named(aggregator):
 
 
 @both
+def check_losses_that_are_divided_and_scaled_are_named_by_their_graph(aggregator):
+    weights, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, 0.3 * x / ACTIVE[n]))
+    assert weights == pytest.approx([0.3 / 7, 0.1], rel=1e-5)
+    assert warned.startswith("losses were divided by 7, the active tokens of their microbatch")
+
+
+@both
+def check_losses_divided_by_the_length_of_a_microbatchs_one_sequence_may_be_right(aggregator):
+    """Means under sample_sum train sample_mean, so that such a number is warned of, not refused."""
+    chunk = aggregator().chunks[0]
+    gradients = []
+    for mode, divisors in (("sample_sum", ACTIVE), ("sample_mean", [1, 1])):
+        run = LossAggregator(chunk, mode, options=Options(probe=False))
+        gradients.append(train(run, lambda s, n, x, d=divisors: reduced(s, n, x / d[n]))[1])
+    torch.testing.assert_close(*gradients)
+
+
+@both
 def check_losses_that_are_multiplied_are_named(aggregator):
     weights, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, x * 0.5))
     assert weights == [0.5, 0.5]
