@@ -15,19 +15,17 @@ from megatron_lossagg.guards.finalized import Finalized
 from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.guards.one_total import OneTotal
 from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
 from megatron_lossagg.guards.split import Split
-from megatron_lossagg.guards.token_weights import TokenWeights
+from megatron_lossagg.guards.terms import Terms
 
 __all__ = ["GUARDS", "guards_of"]
 
 GUARDS: tuple[type[Guard], ...] = (
     Split,
-    OneTotal,
+    Terms,
     GradientAudit,
-    TokenWeights,
     GradientBuffers,
     Finalized,
     Ownership,

@@ -286,7 +286,7 @@ IN_A_STEP = [
     ),
     Row("GradientAudit", "two schedule calls", "two_calls", COEFFICIENT.format(2)),
     Row(
-        "TokenWeights",
+        "Terms",
         "weights that no loss counts",
         "uncounted_weights",
         "token_weight_sums.*no loss of the step counts them",

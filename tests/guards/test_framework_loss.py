@@ -13,4 +13,4 @@ def test_losses_that_the_models_output_does_not_reach_have_no_gradient_there():
     values, describe = compare_with_framework(
         losses.sum(), losses, torch.ones(2), None, output=edge
     )
-    assert not describe([float(one) for one in values])
+    assert not describe([float(one.detach()) for one in values])

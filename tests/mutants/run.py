@@ -144,7 +144,7 @@ LAUNCHED_TESTS = {
     "guards/loss_graph": [*of("guards", "loss_graph"), *checks_of("guards/outcome_worker")],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
-    "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
+    "guards/terms": [*faults_of("Terms"), *LEGAL_INPUTS],
     "guards/trained_tokens": OWNERSHIP,
     "loop/step": [
         *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
