@@ -63,8 +63,9 @@ class Finalized(Guard):
         self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
     ) -> None:
         """Note what loss_func is to return for a microbatch."""
-        counted, cp_rank = reducer.counted_tokens, step.groups.cp_rank
-        self._returned.append(step.scaling.num_tokens(counted, cp_rank))
+        if step.scaling.loss_scaling == "per_token":
+            counted, cp_rank = reducer.counted_tokens, step.groups.cp_rank
+            self._returned.append(step.scaling.num_tokens(counted, cp_rank))
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Note that it ran; compare what it divides by, which is read when the step finishes."""

@@ -140,7 +140,7 @@ class Outcome(Guard):
     Where the model returns a loss per token, and what is reduced follows from it token by token,
     each times one number, in one term. It warns of a number that is a product of M, DP, CP, N or
     its microbatch's tokens, and if some losses have no gradient while the others are right. Of
-    any losses it warns if they were divided by a count of their microbatch.
+    any losses it warns if those of the first microbatch were divided by a count of it.
     """
 
     catches = (
@@ -157,6 +157,8 @@ class Outcome(Guard):
         self._stop = weakref.finalize(self, handle.remove)
         self._microbatches: dict[object, _Microbatch | None] = {}
         """None: of other losses, or of several terms, which add up at the output."""
+        self._has_looked = False
+        """Whether the graph of the losses of a microbatch was searched for a division."""
         self._ratios: list[float] = []
 
     @classmethod
@@ -178,10 +180,12 @@ class Outcome(Guard):
             output = self._listener.taken(losses)
             found = None if output is None else _Microbatch(output=output, reducer=reducer)
         self._microbatches[key] = found
-        if is_own and (divisors := divisors_of(losses)):
-            counts = [reducer.microbatch.keep.sum(), *divisors]
-            describe = partial(_find_division, reducer.counted_tokens)
-            step.plan.state.faults.record(counts, describe)
+        if is_own and reducer.counted_tokens and not self._has_looked:
+            self._has_looked = True
+            if divisors := divisors_of(losses):
+                values = [reducer.microbatch.keep.sum(), *divisors]
+                describe = partial(_find_division, reducer.counted_tokens)
+                step.plan.state.faults.record(values, describe)
 
     def on_first_outputs(self, step: StepFacts) -> None:
         """Forget an earlier pass over the step."""

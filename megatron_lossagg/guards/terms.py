@@ -26,6 +26,12 @@ class Terms(Guard):
     def __init__(self) -> None:
         self._counts: set[str] = set()
 
+    @classmethod
+    def of(cls, step: StepFacts) -> Terms | None:
+        """Make it for a call of a deferred step, and for a plan with sums of token weights."""
+        has_sums = step.plan.sequences.token_weight_sums is not None
+        return cls() if has_sums or step.scaling.is_deferred else None
+
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
     ) -> None:
