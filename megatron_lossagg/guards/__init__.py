@@ -5,8 +5,8 @@ algebra's code. ``docs/reference/checks.md`` is printed from here and lists all 
 
 No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
 and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook, and
-``evaluation`` when ``mb.outputs`` is called. ``coefficients`` and ``divided_losses`` belong to
-``GradientAudit``, ``trained_tokens`` to ``Ownership``.
+``evaluation`` when ``mb.outputs`` is called. ``coefficients`` belongs to ``GradientAudit``,
+``loss_graph`` to ``Outcome``, ``trained_tokens`` to ``Ownership``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ from megatron_lossagg.guards.finalized import Finalized
 from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.guards.num_tokens import NumTokens
-from megatron_lossagg.guards.one_total import OneTotal
 from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
 from megatron_lossagg.guards.split import Split
-from megatron_lossagg.guards.token_weights import TokenWeights
+from megatron_lossagg.guards.terms import Terms
 
 __all__ = ["GUARDS", "guards_of"]
 
 GUARDS: tuple[type[Guard], ...] = (
     Split,
-    OneTotal,
+    Terms,
     GradientAudit,
-    TokenWeights,
     GradientBuffers,
-    NumTokens,
     Finalized,
     Ownership,
     Outcome,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,13 +53,8 @@ def said_if_waiting(kind: str) -> Iterator[None]:
         "step that one rank begins alone, as after an error that it caught, never ends; begin it "
         "on all ranks, or let the error end the run"
     )
-    timer = threading.Timer(_PATIENCE, say, [line])
-    timer.daemon = True
-    timer.start()
-    try:
+    with _after_a_while(say, line):
         yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager
@@ -92,11 +87,9 @@ def _named_if_late() -> Iterator[None]:
                 "aggregation; a rank without the flags of --loss-aggregation never does"
             )
 
-    timer = threading.Timer(_PATIENCE, report)
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with _after_a_while(report):
+            yield
     except RuntimeError as error:
         if ranks := late():
             raise ContractError(
@@ -104,6 +97,16 @@ def _named_if_late() -> Iterator[None]:
                 "the same flags of --loss-aggregation"
             ) from error
         raise
+
+
+@contextmanager
+def _after_a_while(do: Callable[..., None], *arguments: str) -> Iterator[None]:
+    """Call a function on a thread of its own if this takes long."""
+    timer = threading.Timer(_PATIENCE, do, arguments)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
         timer.cancel()
 

@@ -1,29 +1,39 @@
-"""Whether a step's gradients were finalized: reduced over ranks and, per-token, divided by N."""
+"""Whether a step's gradients were finalized: reduced over ranks and, per-token, divided by N.
+
+Only in the per-token loss scaling the schedule adds up the num_tokens that loss_func returned and
+passes the sum to ``config.finalize_model_grads_func``, which divides by it.
+"""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lossagg.contract.finalize import hook_of, is_same_function, own_finalize
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["Finalized"]
 
 
 class Finalized(Guard):
-    """Ask, when the step finishes, whether the config's finalize function ran.
+    """Ask, when the step finishes, whether the config's finalize function ran, and with what.
 
-    A loop that runs the backward pass by itself may call it after the step, so there it warns. One
-    rank alone needs no function in the average loss scaling, but a schedule that gets to it.
+    Per-token, the num_tokens that it gets are those that ``mb.outputs`` returned. A loop that runs
+    the backward pass by itself may call it after the step, so there it warns. One rank alone needs
+    no function in the average loss scaling, but a schedule that gets to it.
     """
 
     catches = (
         "gradients that nobody reduced or divided: a finalize function that is replaced inside "
-        "the step, or an error in the last backward pass that was swallowed"
+        "the step, or an error in the last backward pass that was swallowed; per-token: num_tokens "
+        "that loss_func changed or dropped, two schedule calls in one step, two steps at once"
     )
 
     def __init__(self, own: Any, *, is_needed: bool) -> None:
@@ -31,6 +41,8 @@ class Finalized(Guard):
         self._is_needed = is_needed
         self._has_run = False
         self._is_in_schedule = False
+        self._returned: list[int] = []
+        """The num_tokens of each microbatch, until they are compared."""
 
     @classmethod
     def of(cls, step: StepFacts) -> Finalized | None:
@@ -47,9 +59,23 @@ class Finalized(Guard):
         """Look, before the first loss, who runs loss_func."""
         self._is_in_schedule = _is_in_schedule()
 
+    def on_outputs(
+        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
+    ) -> None:
+        """Note what loss_func is to return for a microbatch."""
+        if step.scaling.loss_scaling == "per_token":
+            counted, cp_rank = reducer.counted_tokens, step.groups.cp_rank
+            self._returned.append(step.scaling.num_tokens(counted, cp_rank))
+
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
-        """Note that it ran."""
+        """Note that it ran; compare what it divides by, which is read when the step finishes."""
         self._has_run = True
+        returned, self._returned = self._returned, []
+        if step.scaling.loss_scaling == "per_token":
+            describe = partial(_divided_by, returned, step.scaling.num_microbatches)
+            # A copy: Megatron reduces num_tokens over ranks in place.
+            found = torch.zeros(()) if num_tokens is None else num_tokens.clone()
+            step.plan.state.faults.record([found], describe, error=ContractError, guard=self.name)
 
     def on_finish(self, step: StepFacts) -> str:
         """Name the function that stands in its place, or the error that it missed."""
@@ -72,6 +98,22 @@ class Finalized(Guard):
             "those of the loss: let no error of the backward pass end inside the with block, and "
             "set the function before the step"
         )
+
+
+def _divided_by(returned: list[int], num_microbatches: int, values: list[float]) -> str:
+    found = int(values[0])
+    if len(returned) != num_microbatches:
+        return (
+            f"the schedule divided gradients after {len(returned)} of the {num_microbatches} "
+            "microbatches of the step: run all of them in one schedule call"
+        )
+    if found != sum(returned):
+        return (
+            f"the schedule got {found} tokens of this rank to divide by, mb.outputs returned "
+            f"{sum(returned)}: return all three of mb.outputs from loss_func as they are, (loss, "
+            "num_tokens, report), and train one step at a time"
+        )
+    return ""
 
 
 def _is_in_schedule() -> bool:

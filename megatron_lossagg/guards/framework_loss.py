@@ -1,4 +1,7 @@
-"""Whether a framework's own loss is the masked sum that the schedule hook trains instead."""
+"""Whether a framework's own loss is the masked sum that the schedule hook trains instead.
+
+Both functions return 0-dim results on the device and what they mean, which the hook records.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron_lossagg.reduction.devices import moved
-from megatron_lossagg.reduction.faults import Faults
+from megatron_lossagg.reduction.faults import Describe
 
 __all__ = ["compare_graphs", "compare_with_framework"]
 
@@ -24,14 +26,14 @@ _CHANGE = "and they would be lost; train it without the flags of --loss-aggregat
 
 
 def compare_graphs(
-    found: Tensor, losses: Tensor, *, output: GradientEdge, faults: Faults, microbatch: int
-) -> None:
+    found: Tensor, losses: Tensor, *, output: GradientEdge
+) -> tuple[list[Tensor], Describe]:
     """Look for a parameter that gets a gradient of the framework's loss and none of the losses.
 
     A term that gives it is not known, however small its value is. ``found``: the framework's loss.
     ``losses``: of the tokens. ``output``: what the model returned, past which nothing is looked at.
-    ``faults`` are read later. No host sync; if the loss reaches such a parameter, a backward pass
-    from it to there, never through ``output``, which may communicate.
+    No host sync; if the loss reaches such a parameter, a backward pass from it to there, never
+    through ``output``, which may communicate.
     """
     known = set(_nodes(losses, {output.node}))
     leads: dict[Tensor, list[tuple[Any, int]]] = {}
@@ -40,23 +42,20 @@ def compare_graphs(
             leaf = getattr(parent, "variable", None)
             if isinstance(leaf, torch.nn.Parameter) and parent not in known:
                 leads.setdefault(leaf, []).append((node, place))
-    if not leads:
-        return
     described = [(list(leaf.shape), _unknown(of_leaf)) for leaf, of_leaf in leads.items()]
     values = []
     stop = output.node.register_prehook(_refuse_to_run)
     try:
-        reached = torch.stack([*_reached(found, list(leads.items()))])
-        values = [reached.any(), reached.int().argmax()]
+        if leads:
+            reached = torch.stack([*_reached(found, list(leads.items()))])
+            values = [reached.any(), reached.int().argmax()]
     except Exception as error:  # of any type: operations of the script run
         described = [
             (shape, f" Its gradient could not be computed: {error!r}.") for shape, _ in described
         ]
     finally:
         stop.remove()
-    faults.record(
-        values, functools.partial(_reaches_more, microbatch, described), guard="FrameworkLoss"
-    )
+    return values, functools.partial(_reaches_more, described)
 
 
 def _unknown(nodes: list[tuple[Any, int]]) -> str:
@@ -102,18 +101,15 @@ def _refuse_to_run(_: Any) -> None:
     raise RuntimeError("the model's backward pass would run")
 
 
-def _reaches_more(
-    microbatch: int, described: list[tuple[list[int], str]], values: list[float]
-) -> str:
+def _reaches_more(described: list[tuple[list[int], str]], values: list[float]) -> str:
     is_reached, first = values or (1.0, 0.0)
-    if not is_reached:
+    if not (described and is_reached):
         return ""
     shape, unknown = described[int(first)]
     return (
-        f"the script's loss_func gave a loss for microbatch {microbatch} of rank "
-        f"{dist.get_rank()} that reaches a parameter of shape {shape} not by the model's output: "
-        "it has terms that are not known here (a penalty of weights, a distillation loss), "
-        f"{_CHANGE}.{unknown}"
+        f"the script's loss_func gave a loss that reaches a parameter of shape {shape} not by the "
+        "model's output: it has terms that are not known here (a penalty of weights, a "
+        f"distillation loss), {_CHANGE}.{unknown}"
     )
 
 
@@ -136,15 +132,12 @@ def compare_with_framework(
     token_weights: Tensor | None,
     *,
     output: GradientEdge | None,
-    faults: Faults,
-    microbatch: int,
-) -> None:
+) -> tuple[list[Tensor], Describe]:
     """Compare the framework's loss with the masked sum, and their gradients at ``output``.
 
     ``found``: the framework's loss, 0-dim. ``losses``, ``mask``, ``token_weights``: of a
     microbatch, in the same order. ``output``: what the model returned; None to compare no
-    gradients. ``faults`` are read later. No collective, no host sync; two backward passes up to the
-    output if there is one.
+    gradients. No collective, no host sync; two backward passes up to the output if there is one.
     """
     mask = moved(mask, losses.device)
     factor = mask if token_weights is None else moved(token_weights, mask.device)
@@ -156,10 +149,10 @@ def compare_with_framework(
         for loss in (found - ours, ours):
             (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
             values.append(ours.new_zeros(()) if gradient is None else gradient.abs().sum())
-    faults.record(values, functools.partial(_more_than_sum, microbatch), guard="FrameworkLoss")
+    return values, _more_than_sum
 
 
-def _more_than_sum(microbatch: int, values: list[float]) -> str:
+def _more_than_sum(values: list[float]) -> str:
     found, ours, scale, *gradients = values
     # A product keeps an inf at a masked position; a loss that is not finite is found elsewhere.
     if not math.isfinite(found + scale):
@@ -169,8 +162,7 @@ def _more_than_sum(microbatch: int, values: list[float]) -> str:
         return ""
     of_gradients = f", and their gradients differ by {difference:.3g} of {gradient:.3g}"
     return (
-        f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
-        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}"
-        f"{of_gradients if gradients else ''}: it has terms or factors that are not known here (a "
-        f"distillation loss, a penalty, a coefficient), {_CHANGE}"
+        f"the script's loss_func gave {found:.6g}, the masked sum of its per-token losses is "
+        f"{ours:.6g}{of_gradients if gradients else ''}: it has terms or factors that are not "
+        f"known here (a distillation loss, a penalty, a coefficient), {_CHANGE}"
     )

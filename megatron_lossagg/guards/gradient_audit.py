@@ -12,6 +12,7 @@ whoever did it and wherever: in loss_func, in the schedule, or between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.coefficients import (
-    Call,
-    FoundCall,
-    Term,
-    fault_of,
-    found_calls,
-    values_of,
-    warn_of,
-    warn_of_scales,
-)
-from megatron_lossagg.guards.divided_losses import warn_of_divided_losses
+from megatron_lossagg.guards.coefficients import Call, Term, fault_of, warn_of
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
+from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import first_few
 from megatron_lossagg.reduction.reducer import Reducer
 
@@ -46,20 +38,16 @@ class GradientAudit(Guard):
     any coefficient. A call may have the coefficient 0 if its loss is 0 too. The tolerance is 1e-5,
     or the rounding of the loss's dtype.
 
-    It warns if a returned loss is not the sum of its terms: it has one that no reducer made; if
-    the loss scale changes inside the step; and, of the first losses of a process, if they were
-    divided by a count of their microbatch.
+    It warns if a returned loss is not the sum of its terms: it has one that no reducer made; and
+    if the loss scale changes inside the step.
     """
 
     catches = (
         "a loss that is divided by M or CP, multiplied, detached, dropped, trained twice, made "
-        "without mb.reduce, or scaled by a schedule that is not Megatron's; as warnings, a loss "
-        "scale that changes inside the step, and losses divided by their microbatch's tokens"
+        "without mb.reduce, or scaled by a schedule that is not Megatron's; as a warning, a "
+        "loss scale that changes inside the step"
     )
-    costs = (
-        "one hook and two scalars kept for each partial loss; with a loss scale, its product; two "
-        "host syncs in the first step of a process, if its losses were divided"
-    )
+    costs = "one hook and two scalars kept for each partial loss; with a loss scale, its product"
 
     def __init__(self) -> None:
         self._reduced: dict[object, bool] = {}
@@ -69,8 +57,9 @@ class GradientAudit(Guard):
         self._returned: set[object] = set()
         """The microbatches for which it has."""
         self._calls: list[Call] = []
-        self._expected = 1.0
-        self._found: list[FoundCall] = []
+        self._first: Call | None = None
+        """The first call whose coefficients were read."""
+        self._loss_scales: set[float] = set()
 
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
@@ -84,8 +73,6 @@ class GradientAudit(Guard):
             self._reduced[microbatch] = can_be_trained
         if step.forward_only or not partial_loss.requires_grad:
             return
-        if is_own and not self._calls:
-            warn_of_divided_losses(reducer, losses)
         value = partial_loss.detach()
         term = Term(
             microbatch=microbatch,
@@ -105,8 +92,8 @@ class GradientAudit(Guard):
             if not (is_recomputed or microbatch in self._returned):
                 term.arrives_early = True  # loss_func still runs: torch.autograd.grad
                 return
-            loss_scale = None if scale is None else scale(torch.ones_like(gradient)).reshape(())
-            term.arrived.append((gradient.detach(), loss_scale))
+            scales = () if scale is None else (scale(torch.ones_like(gradient)).reshape(()),)
+            term.arrived.append((gradient.detach(), *scales))
 
         partial_loss.register_hook(arrived)  # type: ignore[no-untyped-call]
 
@@ -182,27 +169,35 @@ class GradientAudit(Guard):
                     "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
                     "backward pass"
                 )
-        self._expected = step.scaling.k * step.scaling.schedule_factor
-        values = list(values_of(self._calls))
-        if values:
+        expected = step.scaling.k * step.scaling.schedule_factor
+        for call in self._calls:
+            describe = partial(self._describe, call, expected)
             step.plan.state.faults.record(
-                values, self._describe, error=ContractError, guard=self.name
+                call.tensors(), describe, error=ContractError, guard=self.name
             )
         return ""
 
     def recorded(self) -> Mapping[str, Any]:
         """Return the coefficients of the first call of loss_func, in the order of its terms."""
-        of_terms = self._found[0].coefficients if self._found else []
-        return {"coefficients": [float(f"{c:.6g}") for each in of_terms for c in each]}
+        terms = self._first.terms if self._first else []
+        return {"coefficients": [float(f"{c:.6g}") for one in terms for c in one.coefficients]}
 
-    def _describe(self, values: list[float]) -> str:
-        self._found = found_calls(self._calls, self._expected, values)
-        fault = next(filter(None, map(fault_of, self._found)), "")
-        if not fault:
-            for one in self._found:
-                warn_of(one)
-            warn_of_scales(self._found)
-        return fault
+    def _describe(self, call: Call, expected: float, values: list[float]) -> str:
+        if not call.take(values, expected):
+            return ""
+        self._first = self._first or call
+        self._loss_scales.update(call.loss_scales)
+        if fault := fault_of(call):
+            return fault
+        warn_of(call)
+        if len(self._loss_scales) > 1:
+            warn_once(
+                "a loss scale that changes",
+                f"the loss scale was {min(self._loss_scales):g} and {max(self._loss_scales):g} in "
+                "one step, so that its microbatches are not weighted as configured: change "
+                "config.grad_scale_func between steps",
+            )
+        return ""
 
 
 def _which(losses: Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["nodes_of"]
+__all__ = ["divisors_of", "nodes_of"]
 
 _FOLLOWED = {
     *("Alias", "Clone", "Div", "Expand", "Mul", "Neg", "ReshapeAlias", "Slice", "Squeeze"),
@@ -42,6 +42,18 @@ def nodes_of(losses: Tensor, *, by_numbers: bool) -> Iterator[tuple[str, Any]]:
             if kind not in _FOLLOWED or (by_numbers and _has_a_factor_per_token(node)):
                 continue
             nodes += [one for one, _ in node.next_functions]
+
+
+def divisors_of(losses: Tensor) -> list[Tensor]:
+    """Return what losses were divided by, if it is one number: 0-dim. No host sync.
+
+    What is saved for the backward pass is not read where a checkpoint or an offload packs it.
+    """
+    nodes = [node for kind, node in nodes_of(losses, by_numbers=False) if kind == "Div"]
+    saved = [getattr(node, "_saved_other", None) for node in nodes]
+    return [
+        one.detach().reshape(()) for one in saved if isinstance(one, Tensor) and one.numel() == 1
+    ]
 
 
 def _has_a_factor_per_token(node: Any) -> bool:

@@ -7,23 +7,25 @@ compared with what a right step gives, for each token t that the mode weighs::
 
 It is 1 if the model's losses are what ``mb.reduce`` gets. Factors of the losses show in r_t:
 importance ratios and advantages, and what a ported loss_func divides by or detaches. So a value
-is no fault by itself; what no such factor explains is a warning.
+is no fault by itself; what no such factor explains is a warning. A division by a count is looked
+for in the graph too, of any losses.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import say
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
-from megatron_lossagg.guards.loss_graph import nodes_of
+from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.plan import StepPlan
@@ -34,6 +36,7 @@ from megatron_lossagg.weigh.listen import listen
 __all__ = ["Outcome", "WeighedSteps"]
 
 _TOLERANCE = 1e-5
+_ENDS = "before mb.reduce; ignore this if that is meant"
 _MOST_M = 8
 """Numbers of microbatches for which a first step is weighed."""
 
@@ -112,30 +115,19 @@ class _Microbatch:
     """Whether loss_func has returned for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
-    """What a factor may be called."""
-
-    mode: str
-    sizes: Mapping[str, int]
-    tokens: int
-    """N."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Found(NamedTuple):
     """The weights of a microbatch, relative to those of the mode."""
 
+    counted: int
+    """Active tokens of its sequences."""
     lowest: float
     highest: float
     lowest_kept: float
     """Of those that are not 0."""
-    zero: int
+    zero: float
     """Tokens with a weight of 0 that the mode weighs."""
-    tokens: int
+    tokens: float
     """Tokens that the mode weighs."""
-    counted: int
-    """Active tokens of its sequences."""
 
     def is_all(self, value: float, tolerance: float) -> bool:
         """Whether the weight of each token is a value."""
@@ -147,13 +139,15 @@ class Outcome(Guard):
 
     Where the model returns a loss per token, and what is reduced follows from it token by token,
     each times one number, in one term. It warns of a number that is a product of M, DP, CP, N or
-    its microbatch's tokens, and if some losses have no gradient while the others are right.
+    its microbatch's tokens, and if some losses have no gradient while the others are right. Of
+    any losses it warns if those of the first microbatch were divided by a count of it.
     """
 
     catches = (
-        "as warnings, where the model returns a loss per token: losses that are divided by M, DP, "
-        "CP, N or their microbatch's tokens, or partly detached, before mb.reduce; in steps 1, 2, "
-        "4, ..., 64 and each 64th, and after the mode or the number of microbatches changed"
+        "as warnings, in steps 1, 2, 4, ..., 64 and each 64th of a run, and after the mode or the "
+        "number of microbatches changed: losses divided by their microbatch's tokens before "
+        "mb.reduce; where the model returns a loss per token, those divided by M, DP, CP or N, or "
+        "partly detached"
     )
     costs = "in these steps 9 bytes for each token of the step, until it ends, and a pass over them"
 
@@ -161,9 +155,10 @@ class Outcome(Guard):
         self._listener = _Listener()
         handle = step.chunks[-1].register_forward_hook(self._listener)
         self._stop = weakref.finalize(self, handle.remove)
-        self._is_first = step.groups.is_first
         self._microbatches: dict[object, _Microbatch | None] = {}
         """None: of other losses, or of several terms, which add up at the output."""
+        self._has_looked = False
+        """Whether the graph of the losses of a microbatch was searched for a division."""
         self._ratios: list[float] = []
 
     @classmethod
@@ -179,11 +174,18 @@ class Outcome(Guard):
         if not partial_loss.requires_grad or is_in_backward():
             return
         found, key = None, reducer.microbatch.identity
-        is_own = reducer.plan.aggregation == step.plan.aggregation and reducer.custom is None
-        if is_own and not reducer.layout.is_gathered and key not in self._microbatches:
+        is_own = reducer.plan.aggregation == step.plan.aggregation
+        is_measurable = is_own and reducer.custom is None and not reducer.layout.is_gathered
+        if is_measurable and key not in self._microbatches:
             output = self._listener.taken(losses)
             found = None if output is None else _Microbatch(output=output, reducer=reducer)
         self._microbatches[key] = found
+        if is_own and reducer.counted_tokens and not self._has_looked:
+            self._has_looked = True
+            if divisors := divisors_of(losses):
+                values = [reducer.microbatch.keep.sum(), *divisors]
+                describe = partial(_find_division, reducer.counted_tokens)
+                step.plan.state.faults.record(values, describe)
 
     def on_first_outputs(self, step: StepFacts) -> None:
         """Forget an earlier pass over the step."""
@@ -207,16 +209,7 @@ class Outcome(Guard):
         if read:
             counted = [one.reducer.counted_tokens for one, _ in read]
             tolerance = max(_TOLERANCE, *(2 * one.output.eps for one, _ in read))
-            names = _Names(
-                mode=step.plan.aggregation.mode,
-                sizes={
-                    "M": step.scaling.num_microbatches,
-                    "DP": step.groups.dp_size,
-                    "CP": step.groups.cp_size,
-                },
-                tokens=step.scaling.active_tokens or 0,
-            )
-            describe = partial(self._describe, names, counted, tolerance)
+            describe = partial(self._describe, step, counted, tolerance)
             values = [value for _, values in read for value in values]
             step.plan.state.faults.record(values, describe)
         return ""
@@ -232,33 +225,22 @@ class Outcome(Guard):
         return {"ratios": self._ratios} if self._ratios else {}
 
     def _describe(
-        self, names: _Names, counted: list[int], tolerance: float, values: list[float]
+        self, step: StepFacts, counted: list[int], tolerance: float, values: list[float]
     ) -> str:
-        parts = zip(counted, zip(*[iter(values)] * 5, strict=True), strict=True)
-        found = [
-            _Found(
-                lowest=low,
-                highest=high,
-                lowest_kept=kept,
-                zero=int(zero),
-                tokens=int(tokens),
-                counted=of_microbatch,
-            )
-            for of_microbatch, (low, high, kept, zero, tokens) in parts
-            if tokens and abs(low) + abs(high) < float("inf")
-        ]
+        read = [_Found(one, *values[5 * i : 5 * i + 5]) for i, one in enumerate(counted)]
+        found = [one for one in read if one.tokens and math.isfinite(one.lowest + one.highest)]
         if not found:
             return ""
-        lowest = min(one.lowest for one in found)
-        highest = max(one.highest for one in found)
+        mode = step.plan.aggregation.mode
+        lowest, highest = min(one.lowest for one in found), max(one.highest for one in found)
         self._ratios = [float(f"{lowest:.6g}"), float(f"{highest:.6g}")]
-        if self._is_first and first_time(f"weights of {names.mode}"):
+        if step.groups.is_first and first_time(f"weights of {mode}"):
             tokens = sum(one.tokens for one in found)
             say(
-                f"this rank's {tokens} tokens were trained with the weight of {names.mode}, times "
+                f"this rank's {tokens:.0f} tokens were trained with the weight of {mode}, times "
                 f"{lowest:.6f} to {highest:.6f} at the model's losses"
             )
-        _warn_of(names, found, tolerance)
+        _warn_of(step, found, tolerance)
         return ""
 
 
@@ -287,36 +269,49 @@ def _ratios(
     ]
 
 
-def _warn_of(names: _Names, found: Sequence[_Found], tolerance: float) -> None:
+def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None:
     """Warn, once per process, of numbers that a weight holds already, and of missing tokens."""
-    ends = "before mb.reduce; ignore this if that is meant"
     if all(one.is_all(1, tolerance) for one in found):
         return
     counts = [next((c for c in (one.tokens, one.counted) if c and one.is_all(1 / c, tolerance)), 0)
               for one in found]  # fmt: skip
     if all(counts):
-        warn_once(
-            "divided losses",
-            f"losses were divided by {counts[0]}, the active tokens of their microbatch, {ends}: "
-            "the weights hold every denominator",
-        )
+        _warn_of_division(counts[0])
         return
-    first = found[0].lowest
+    first, mode, n = found[0].lowest, step.plan.aggregation.mode, step.scaling.active_tokens
     if first and all(one.is_all(first, tolerance) for one in found):
-        others = {"N": names.tokens} if names.tokens else {}
-        if products := equal_products(first, names.sizes, others, tolerance=tolerance):
+        m, groups = step.scaling.num_microbatches, step.groups
+        sizes = {"M": m, "DP": groups.dp_size, "CP": groups.cp_size}
+        others = {"N": n} if n else {}
+        if products := equal_products(first, sizes, others, tolerance=tolerance):
             warn_once(
                 "multiplied losses",
                 f"each token was trained with {first:.6g} = {products[0]} times its weight of "
-                f"{names.mode}: the model's losses were multiplied by it {ends}",
+                f"{mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
         zero, tokens = sum(one.zero for one in found), sum(one.tokens for one in found)
         warn_once(
             "detached losses",
-            f"{zero} of {tokens} tokens that {names.mode} counts were not trained, and the others "
-            "were with their weight: the losses of these were detached or multiplied by 0 " + ends,
+            f"{zero:.0f} of {tokens:.0f} tokens that {mode} counts were not trained, and the "
+            "others were with their weight: the losses of these were detached or multiplied by 0 "
+            + _ENDS,
         )
+
+
+def _find_division(counted: int, values: list[float]) -> str:
+    kept, *divisors = values
+    for count in {counted, kept} & {*divisors} - {0, 1}:
+        _warn_of_division(count)
+    return ""
+
+
+def _warn_of_division(count: float) -> None:
+    warn_once(
+        "divided losses",
+        f"losses were divided by {count:g}, the active tokens of their microbatch, {_ENDS}: the "
+        "weights hold every denominator",
+    )
 
 
 def _is_right_but_for_zeros(one: _Found, tolerance: float) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron_lossagg.reduction.faults import looks_again, warn_once
 
-__all__ = ["KeptObjects"]
+__all__ = ["KeptObjects", "begin_run"]
 
 _LEVELS = 4
 """How far arrays are looked for from an object that was not copied."""
@@ -39,7 +39,13 @@ _SOURCES = (type, types.ModuleType, torch.nn.Module, Dataset, DataLoader, Sample
 """These may hold tensors that change while data is read, and none that a microbatch trains."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, np.ndarray)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STEPS = itertools.count(1)
+_steps = itertools.count(1)
+
+
+def begin_run() -> None:
+    """Count steps without a number from 1 on: the next is the first of a run."""
+    global _steps
+    _steps = itertools.count(1)
 
 
 class _Noted(NamedTuple):
@@ -56,17 +62,17 @@ class _Noted(NamedTuple):
 class KeptObjects:
     """The arrays to which a step's microbatches refer and that were not copied.
 
-    Looks in steps 1, 2, 4, ..., 64, 128, ... of the run, or of the process if no ``step_number`` is
-    passed, at each object and array once, and once more at the same arrays when the step is read. A
-    table that all microbatches share is right, and so is an array that was replaced; only one that
-    was written is not. Not looked at: one number, such as a counter; memory that the microbatches
-    hold themselves, and so have a copy of; sources, which are modules, data sets, iterators and
-    what can be iterated; what is beyond 4,096 values and 16 MB of a step. Of a large array each
-    n-th number is compared. One host sync for each array on a device that was written.
+    Looks in steps 1, 2, 4, ..., 64, 128, ... of the run at each object and array once, and once
+    more at the same arrays when the step is read. A table that all microbatches share is right, and
+    so is an array that was replaced; only one that was written is not. Not looked at: one number,
+    such as a counter; memory that the microbatches hold themselves, and so have a copy of; sources,
+    which are modules, data sets, iterators and what can be iterated; what is beyond 4,096 values
+    and 16 MB of a step. Of a large array each n-th number is compared. One host sync for each array
+    on a device that was written.
     """
 
     def __init__(self, step_number: int | None = None) -> None:
-        self._looks = looks_again(next(_STEPS) if step_number is None else step_number)
+        self._looks = looks_again(next(_steps) if step_number is None else step_number)
         self._seen: dict[int, Any] = {}  # with the objects: an id may come back
         self._shared: set[int] = set()
         self._noted: list[_Noted] = []

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -103,14 +102,14 @@ def _describe(values: list[float]) -> str:
         if not math.isfinite(theirs + scale) or abs(theirs - ours) <= 1e-4 * scale:
             return ""  # a loss that is not finite is found elsewhere
         return (
-            f"ms-swift's GKD loss gave {theirs:.6g} on rank {dist.get_rank()}, and what it sums "
-            f"per token gives {ours:.6g}: it has terms or factors that 4.6.0 has not, and they "
-            "would be lost; use that release, or train without megatron_lossagg"
+            f"ms-swift's GKD loss gave {theirs:.6g}, and what it sums per token gives {ours:.6g}: "
+            "it has terms or factors that 4.6.0 has not, and they would be lost; use that release, "
+            "or train without megatron_lossagg"
         )
     return (
-        f"ms-swift's GKD loss summed {num_found:g} tokens on rank {dist.get_rank()}, and the "
-        f"labels train {num_trained:g}: the teacher gave no log-probabilities for the others, "
-        "which would still count; let the teacher's server take whole conversations"
+        f"ms-swift's GKD loss summed {num_found:g} tokens, and the labels train {num_trained:g}: "
+        "the teacher gave no log-probabilities for the others, which would still count; let the "
+        "teacher's server take whole conversations"
     )
 
 

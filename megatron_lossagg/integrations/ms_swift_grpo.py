@@ -248,10 +248,10 @@ def _describe(values: list[float]) -> str:
     if abs(theirs - ours) <= 1e-4 * scale and difference <= 1e-4 * gradient:
         return ""
     return (
-        f"ms-swift's GRPO loss gave {theirs:.6g} on rank {dist.get_rank()}, what it sums per token "
-        f"gives {ours:.6g}, with gradients that differ by {difference:.3g} of {gradient:.3g}: it "
-        "has terms or factors that 4.6.0 has not, and they would be lost; use that release, or "
-        "train without megatron_lossagg"
+        f"ms-swift's GRPO loss gave {theirs:.6g}, what it sums per token gives {ours:.6g}, "
+        f"with gradients that differ by {difference:.3g} of {gradient:.3g}: it has terms or "
+        "factors that 4.6.0 has not, and they would be lost; use that release, or train without "
+        "megatron_lossagg"
     )
 
 

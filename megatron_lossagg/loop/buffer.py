@@ -129,7 +129,7 @@ class StepBuffer:
     broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
     has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
     ``step_number``: of the step in its run, from 1, which says whether memory is looked at (below);
-    None: in this process.
+    None: since the latest :class:`LossAggregator` was made.
 
     Each microbatch is copied as it is read, CUDA tensors without a host sync, because an iterator
     may use its memory again: a buffer that it refills, one dict for all microbatches, views of one

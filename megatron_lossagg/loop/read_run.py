@@ -16,6 +16,7 @@ from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.guards.agreement import agree
 from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.frozen import Frozen
+from megatron_lossagg.guards.refilled import begin_run
 from megatron_lossagg.guards.split import check_parts
 from megatron_lossagg.record.writer import RecordFile, opened_record
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -48,6 +49,7 @@ def read_run(
     except Exception as error:  # of any type: no rank may leave the others waiting
         fault = message_of(error)
     agree(fault, settings)
+    begin_run()
     run = RunFacts(
         chunks=chunks,
         groups=groups,

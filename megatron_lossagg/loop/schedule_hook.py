@@ -20,16 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_lossagg.contract.groups import unwrapped
 from megatron_lossagg.contract.outputs import stock_report
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.guards.framework_loss import (
-    compare_graphs,
-    compare_with_framework,
-)
+from megatron_lossagg.guards.framework_loss import compare_graphs, compare_with_framework
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.step import MicrobatchLoss, Step
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.faults import looks_again
+from megatron_lossagg.reduction.faults import Describe
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan
 
@@ -93,7 +90,6 @@ class ScheduleHook:
         """Made by the first call; None before."""
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced or shadowed, training and evaluation."""
-        self._num_trained = 0
         self.is_found = False
         """Whether the framework's loop has asked for its schedule."""
         self.k = 1
@@ -151,7 +147,6 @@ class ScheduleHook:
         num_microbatches = call["num_microbatches"]
         aggregator = self._of_model(call["model"], forward_only)
         self.num_steps += 1
-        self._num_trained += not forward_only
         iterators = call["data_iterator"]
         is_list = isinstance(iterators, (list, tuple))
         chunks = [*iterators] if is_list else [iterators]
@@ -195,7 +190,7 @@ class ScheduleHook:
             step=step,
             trains=trains,
             compares=not forward_only,
-            looks_closely=looks_again(self._num_trained),
+            looks_closely=step.is_weighed,
         )
         if reads:
             chunks[:-1] = [
@@ -287,7 +282,7 @@ class _Replay:
         self._step = step
         self._trains = trains
         self._compares = compares
-        self._looks_closely = looks_closely and trains and compares
+        self._looks_closely = looks_closely
         """Whether graph and gradient of the framework's loss are compared too."""
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -354,25 +349,25 @@ class _Replay:
             layout=layout,
             token_weights=framework.token_weights,
         )
-        faults = self._step.plan.state.faults
+        note = functools.partial(self._note, microbatch.index)
         if framework.to_check is not None:
-            faults.record(*framework.to_check)
+            note(*framework.to_check)
         if self._compares and framework.masked_sum is not None:
-            compare_with_framework(
-                framework.masked_sum,
-                framework.losses,
-                framework.mask,
-                framework.token_weights,
-                output=edge,
-                faults=faults,
-                microbatch=microbatch.index,
-            )
+            given = framework.masked_sum, framework.losses, framework.mask, framework.token_weights
+            note(*compare_with_framework(*given, output=edge), guard="FrameworkLoss")
         if edge is not None and isinstance(framework.returned[0], Tensor):
-            compare_graphs(
-                framework.returned[0],
-                framework.losses,
-                output=edge,
-                faults=faults,
-                microbatch=microbatch.index,
-            )
+            found = compare_graphs(framework.returned[0], framework.losses, output=edge)
+            note(*found, guard="FrameworkLoss")
         return framework, mb
+
+    def _note(
+        self, microbatch: int, values: list[Tensor], describe: Describe, *, guard: str = ""
+    ) -> None:
+        """Keep what is read when the step ends, and is described with microbatch and rank."""
+        place = f"microbatch {microbatch} of rank {dist.get_rank()}: "
+
+        def placed(numbers: list[float]) -> str:
+            fault = describe(numbers)
+            return fault and place + fault
+
+        self._step.plan.state.faults.record(values, placed, guard=guard)

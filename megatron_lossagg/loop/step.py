@@ -170,6 +170,8 @@ class Step:
         self.is_finished = False
         self.has_passed = False
         """Whether it has finished, with nothing wrong."""
+        self.is_weighed = is_weighed
+        """Whether what costs is looked at too: in some training steps of a run."""
         self.recorded: Mapping[str, Any] = {}
         """What its guards found for the record."""
         self.shadows = shadows or {}
@@ -207,7 +209,7 @@ class Step:
                 forward_only=forward_only,
                 accumulates=accumulates,
                 calls=calls or ScheduleCalls(),
-                is_weighed=is_weighed and not forward_only,
+                is_weighed=is_weighed,
             )
             self._guards = self._watch(self._facts, guards)
 

@@ -65,7 +65,7 @@ DEFERRED = [
         per_token=True,
     ),
     Row(
-        "OneTotal",
+        "Terms",
         "a term with another total",
         "deferred_with_other_term",
         "a term under token_mean.* in a deferred step under sample_mean.*one number divides",

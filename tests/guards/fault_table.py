@@ -286,7 +286,7 @@ IN_A_STEP = [
     ),
     Row("GradientAudit", "two schedule calls", "two_calls", COEFFICIENT.format(2)),
     Row(
-        "TokenWeights",
+        "Terms",
         "weights that no loss counts",
         "uncounted_weights",
         "token_weight_sums.*no loss of the step counts them",
@@ -303,7 +303,7 @@ IN_A_STEP = [
     Row("GradientBuffers", "one call, gradients kept", "one_call_declared", NONZERO, "DP 2"),
     Row("GradientBuffers", "a step that is repeated", "repeated_step", NONZERO),
     Row(
-        "NumTokens",
+        "Finalized",
         "num_tokens dropped",
         "dropped_tokens",
         SCHEDULE.format(0) + "|" + COEFFICIENT.format(".*"),
@@ -311,14 +311,14 @@ IN_A_STEP = [
         per_token=True,
     ),
     Row(
-        "NumTokens",
+        "Finalized",
         "num_tokens dropped at M 1",
         "dropped_at_m_1",
         SCHEDULE.format(0),
         per_token=True,
     ),
     Row(
-        "NumTokens",
+        "Finalized",
         "tokens of each rank's own",
         "own_tokens",
         SCHEDULE.format(r"\d+"),
@@ -326,7 +326,7 @@ IN_A_STEP = [
         per_token=True,
     ),
     Row(
-        "NumTokens",
+        "Finalized",
         "at least one token",
         "at_least_one",
         SCHEDULE.format(2),
@@ -335,7 +335,7 @@ IN_A_STEP = [
         ranks=(1,),
     ),
     Row(
-        "NumTokens",
+        "Finalized",
         "two schedule calls",
         "two_calls",
         "after 1 of the 2 microbatches",

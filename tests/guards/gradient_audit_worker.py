@@ -13,13 +13,15 @@ from audit_cases import LAYOUTS, cases_of
 from training_steps import Training, begin, each_told, returning
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.outcome import WeighedSteps
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify.world import split_world
 
 
 def trained(training, loss_func):
-    """Train a step as the first of a process; return the gradient and the warnings."""
+    """Train a step as the first of a run; return the gradient and the warnings."""
     faults._warned.clear()
+    training.aggregator._weighed_steps = WeighedSteps()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gradient = training.step(loss_func)

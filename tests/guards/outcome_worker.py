@@ -103,6 +103,24 @@ def check_losses_that_are_divided_are_named(aggregator):
 
 
 @both
+def check_losses_that_are_divided_and_scaled_are_named_by_their_graph(aggregator):
+    weights, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, 0.3 * x / ACTIVE[n]))
+    assert weights == pytest.approx([0.3 / 7, 0.1], rel=1e-5)
+    assert warned.startswith("losses were divided by 7, the active tokens of their microbatch")
+
+
+@both
+def check_losses_divided_by_the_length_of_a_microbatchs_one_sequence_may_be_right(aggregator):
+    """Means under sample_sum train sample_mean, so that such a number is warned of, not refused."""
+    chunk = aggregator().chunks[0]
+    gradients = []
+    for mode, divisors in (("sample_sum", ACTIVE), ("sample_mean", [1, 1])):
+        run = LossAggregator(chunk, mode, options=Options(probe=False))
+        gradients.append(train(run, lambda s, n, x, d=divisors: reduced(s, n, x / d[n]))[1])
+    torch.testing.assert_close(*gradients)
+
+
+@both
 def check_losses_that_are_multiplied_are_named(aggregator):
     weights, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, x * 0.5))
     assert weights == [0.5, 0.5]
@@ -235,6 +253,26 @@ def check_a_model_of_logits_is_not_looked_at(aggregator):
     weights, _, warned = train(aggregator(), of_logits, asks_logits=True)
     assert weights is None
     assert not warned
+
+
+@both
+def check_a_division_of_losses_from_logits_is_named_in_each_run(aggregator):
+    """In the first of the next run too, whose graph says so alone."""
+
+    def of_logits(step, number, output, divisor=1):
+        losses = output.float().logsumexp(dim=-1).view(-1) / divisor
+        return reduced(step, number, losses * torch.linspace(1, 2, LENGTH))
+
+    def divided(step, number, output):
+        return of_logits(step, number, output, torch.tensor(ACTIVE[number]))
+
+    for loss_func, told in ((of_logits, []), (divided, ["losses were divided by 7, the active"])):
+        run = aggregator()
+        weights, _, warned = train(run, loss_func, asks_logits=True, is_first=not told)
+        assert weights is None
+        assert [one[: len(text)] for one, text in zip(warned, told, strict=True)] == told
+        for _ in range(2):
+            train(run, of_logits, asks_logits=True, is_first=False)
 
 
 @both

@@ -5,15 +5,8 @@ import pytest
 import torch
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.guards.coefficients import (
-    Call,
-    Term,
-    fault_of,
-    found_calls,
-    values_of,
-    warn_of,
-    warn_of_scales,
-)
+from megatron_lossagg.guards.coefficients import Call, Term, fault_of, warn_of
+from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.reduction import faults
 
 K = 8.0
@@ -23,7 +16,7 @@ MODE, OTHER = Aggregation("sample_mean"), Aggregation("token_mean")
 def a_term(*coefficients, value=2.0, losses="x", mode=MODE, scale=None, dtype=torch.float32):
     """Return a partial loss that arrived with each of the coefficients."""
     held = torch.tensor(value, dtype=dtype)
-    loss_scale = None if scale is None else torch.tensor(scale)
+    scales = () if scale is None else (torch.tensor(scale),)
     factor = K if scale is None else K * scale
     return Term(
         microbatch=0,
@@ -34,17 +27,17 @@ def a_term(*coefficients, value=2.0, losses="x", mode=MODE, scale=None, dtype=to
         losses=(losses,),
         value=held,
         version=held._version,
-        arrived=[(torch.tensor(c * factor), loss_scale) for c in coefficients],
+        arrived=[(torch.tensor(c * factor), *scales) for c in coefficients],
     )
 
 
-def found(*terms, loss=None, coefficient=1.0):
-    """Read a call of these terms, whose loss is their sum if none is passed."""
+def a_call(*terms, loss=None, coefficient=1.0):
+    """Return a call of these terms, whose loss is their sum if none is passed."""
     if loss is None:
-        arrived = [float(one) / K for term in terms for one, _ in term.arrived]
+        arrived = [float(one) / K for term in terms for one, *_ in term.arrived]
         loss = sum(c * float(term.value) for c, term in zip(arrived, terms, strict=False))
     held = torch.tensor(loss)
-    call = Call(
+    return Call(
         number=3,
         microbatch=0,
         sequences=np.array([0]),
@@ -53,13 +46,21 @@ def found(*terms, loss=None, coefficient=1.0):
         version=held._version,
         terms=list(terms),
     )
-    calls = [call]
-    return found_calls(calls, K, [float(one) for one in values_of(calls)])
+
+
+def take(call):
+    """Read a call; whether its coefficients say something."""
+    return call.take([float(one) for one in call.tensors()], K)
+
+
+def read(*terms, **more):
+    call = a_call(*terms, **more)
+    assert take(call)
+    return call
 
 
 def fault(*terms, **more):
-    (one,) = found(*terms, **more)
-    return fault_of(one)
+    return fault_of(read(*terms, **more))
 
 
 @pytest.mark.parametrize("c", [1.0, 1 + 5e-6, 1 - 5e-6])
@@ -132,18 +133,18 @@ def test_a_loss_scale_is_divided_out(scale):
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0])
 def test_a_call_whose_loss_scale_is_none_is_not_judged(scale):
-    assert found(a_term(2.0, scale=scale), loss=4.0) == []
+    assert not take(a_call(a_term(2.0, scale=scale), loss=4.0))
 
 
 @pytest.mark.parametrize("c", [float("inf"), float("nan")])
 def test_a_gradient_that_overflows_is_judged_only_without_a_loss_scale(c):
-    assert found(a_term(c, scale=512.0), loss=4.0) == []
+    assert not take(a_call(a_term(c, scale=512.0), loss=4.0))
     assert "with the coefficient" in fault(a_term(c), loss=4.0)
 
 
 def test_a_loss_that_is_more_than_its_terms_is_warned_of_with_the_difference():
     faults._warned.clear()
-    (one,) = found(a_term(1.0), loss=3.0)
+    one = read(a_term(1.0), loss=3.0)
     assert not fault_of(one)
     with pytest.warns(RuntimeWarning, match=r"is 3, which differs by 0\.2 of it from the sum"):
         warn_of(one)
@@ -152,36 +153,40 @@ def test_a_loss_that_is_more_than_its_terms_is_warned_of_with_the_difference():
 @pytest.mark.parametrize("changed", ["loss", "term"])
 def test_values_that_were_changed_in_place_are_not_compared(changed):
     faults._warned.clear()
-    (one,) = found(a_term(1.0), loss=3.0)
-    (one.call.loss if changed == "loss" else one.call.terms[0].value).mul_(2)
+    one = read(a_term(1.0), loss=3.0)
+    (one.loss if changed == "loss" else one.terms[0].value).mul_(2)
     warn_of(one)
 
 
 def test_a_second_arrival_is_warned_of():
     faults._warned.clear()
-    (one,) = found(a_term(0.5, 1.0), loss=2.0)
+    one = read(a_term(0.5, 1.0), loss=2.0)
     assert not fault_of(one)
     with pytest.warns(RuntimeWarning, match="was reached by more than one backward pass"):
         warn_of(one)
 
 
-def test_calls_are_read_in_their_order():
-    calls = [one.call for c in (1.0, 2.0) for one in found(a_term(c), a_term(0.1, losses="y"))]
-    read = found_calls(calls, K, [float(one) for one in values_of(calls)])
-    assert [one.own for one in read] == [
-        [[1.0], [pytest.approx(0.1)]],
-        [[2.0], [pytest.approx(0.1)]],
-    ]
+def test_terms_are_read_in_their_order():
+    call = read(a_term(1.0, value=3.0, scale=512.0), a_term(0.1, 0.2, value=5.0, losses="y"))
+    assert [term.read for term in call.terms] == [3, 5]
+    assert [term.coefficients for term in call.terms] == [[1], pytest.approx([0.1, 0.2])]
+    assert call.loss_scales == [512]
 
 
 def test_a_loss_scale_that_changes_inside_a_step_is_warned_of(monkeypatch, recwarn):
     monkeypatch.setattr(faults, "_warned", set())
-    first, second = (found(a_term(1.0, scale=scale)) for scale in (1024.0, 512.0))
-    for same in ([*first, *first], [*first, *found(a_term(1.0))], []):
-        warn_of_scales(same)
+
+    def describe(*scales):
+        audit = GradientAudit()
+        for scale in scales:
+            call = a_call(a_term(1.0, scale=scale), loss=2.0)
+            values = [float(one) for one in call.tensors()]
+            assert not audit._describe(call, K, values)
+
+    for same in ([1024.0, 1024.0], [1024.0, None], []):
+        describe(*same)
     assert not recwarn.list
-    assert not fault_of(second[0])
     for _ in range(2):
-        warn_of_scales([*first, *second])
+        describe(1024.0, 1024.0, 512.0)
     (told,) = recwarn.list
     assert "the loss scale was 512 and 1024 in one step" in str(told.message)

@@ -6,6 +6,7 @@ import tempfile
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from megatron_lossagg import (
     Aggregation,
 )
 from megatron_lossagg.errors import PlanError, ReducerError
+from megatron_lossagg.loop.buffer import StepBuffer
 from megatron_lossagg.record.step_record import read_record
 
 
@@ -260,6 +262,25 @@ def check_a_rank_without_counts_does_not_leave_the_others_waiting(chunk, aggrega
         aggregator.step(**counts, num_microbatches=2)
     with refused("got no counts on the last pipeline stage"):
         aggregator.begin(None, num_microbatches=2)
+
+
+def check_a_run_begins_with_its_aggregator_and_has_its_first_steps_memory_looked_at(
+    chunk, aggregator
+):
+    """In a loop that numbers no steps; the third step of a run is not looked at."""
+
+    def refilling():
+        tokens = torch.zeros(8)
+        while True:
+            yield {"a": SimpleNamespace(of=SimpleNamespace(held=[tokens.add_(1)]))}
+
+    for _ in range(2):
+        made(chunk)
+        for is_looked_at in (True, True, False):
+            named = pytest.raises(PlanError, match="was filled again after it was read")
+            with named if is_looked_at else contextlib.nullcontext():
+                buffer = StepBuffer(refilling(), 2)
+                buffer.plan(CONSTANT, lambda data: [8], group=aggregator.dp_group)
 
 
 def main():

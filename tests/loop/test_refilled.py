@@ -1,6 +1,5 @@
 """Memory that microbatches refer to, that is not copied, and that is filled again."""
 
-import itertools
 import re
 import types
 
@@ -21,7 +20,7 @@ M, TOKENS = 3, 8
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
     """Every test is a process of its own: its first step, and it has warned of nothing."""
-    monkeypatch.setattr(refilled, "_STEPS", itertools.count(1))
+    refilled.begin_run()
     monkeypatch.setattr(faults, "_warned", set())
 
 
@@ -322,7 +321,7 @@ def test_a_step_looks_at_few_values_and_bytes(monkeypatch):
             arrays = [[np.zeros(1 << 15)] for _ in range(64)]
             yield {"a": [Plain(of=Plain(arrays=one, ids=list(ids))) for one in arrays]}
 
-    monkeypatch.setattr(refilled, "_STEPS", itertools.count(1))
+    refilled.begin_run()
     replayed(source(), num_microbatches=64)
     assert looked[0] < 4096
     assert looked[1] < 2.1 * (1 << 24)

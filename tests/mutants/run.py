@@ -132,9 +132,8 @@ LAUNCHED_TESTS = {
     "guards/agreement": [*AGGREGATOR, *checks_of("guards/agreement_worker")],
     "guards/before": [*faults_of("before"), *STEP],
     "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
-    "guards/divided_losses": [*of("guards", "divided_losses"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
-    "guards/finalized": FINALIZED,
+    "guards/finalized": [*FINALIZED, *LEGAL_INPUTS],
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
     "guards/frozen": [*AGGREGATOR, *faults_of("before")],
     "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
@@ -142,10 +141,10 @@ LAUNCHED_TESTS = {
         *(*faults_of("GradientBuffers"), *LEGAL_STEPS),
         *checks_of("guards/legal_runs_worker"),  # chunks that are wrapped anew
     ],
-    "guards/num_tokens": [*faults_of("NumTokens"), *LEGAL_INPUTS],
+    "guards/loss_graph": [*of("guards", "loss_graph"), *checks_of("guards/outcome_worker")],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
-    "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
+    "guards/terms": [*faults_of("Terms"), *LEGAL_INPUTS],
     "guards/trained_tokens": OWNERSHIP,
     "loop/step": [
         *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
