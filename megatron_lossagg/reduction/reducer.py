@@ -168,8 +168,8 @@ class Reducer:
 
         ``dtype``: float32 or float64. Of a mode, not of a custom reducer. No host sync.
         """
-        weight_S = self.plan.weight_S
-        return self.microbatch.weights(self.plan.aggregation, weight_S, dtype, device)
+        weight_S1 = self.plan.weight_S1
+        return self.microbatch.weights(self.plan.aggregation, weight_S1, dtype, device)
 
     def weight_sum(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """Sum w m v over the tokens this rank holds, 0-dim: for the weight-sum check.
