@@ -139,7 +139,7 @@ def _pairs(
     names = [*sums, *constants]
     if not sums:
         return {}
-    sum_N = torch.stack([moved(_widened(value.detach()), device) for value in sums.values()])
+    sum_N = _widened(torch.stack([moved(value.detach(), device) for value in sums.values()]))
     pair_N2 = sum_N.new_ones((len(names), 2))
     torch.mul(sum_N, scaling.report_factor, out=pair_N2[: len(sums), 0])
     for place, constant in enumerate(constants.values(), start=len(sums)):
@@ -160,4 +160,4 @@ def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def _widened(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.float() if value.dtype.itemsize < 4 else value

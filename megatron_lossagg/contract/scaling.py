@@ -65,7 +65,7 @@ class Scaling:
     is_deferred: bool = False
     """Whether it is a call of a deferred step, whose gradients are divided at its end."""
 
-    @property
+    @cached_property
     def k(self) -> int:
         """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
 

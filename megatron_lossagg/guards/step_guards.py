@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["StepGuards"]
 
@@ -42,11 +38,6 @@ class StepGuards:
                 if not (self._only_warns and guard.may_only_warn):
                     raise
                 self._warn(guard.name, str(error))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def reduced(self, reducer: Reducer, losses: Tensor, partial_loss: Tensor) -> None:
-        """Tell them of ``on_reduce``; a compiled loss_func may call a reducer as it is."""
-        self.tell("on_reduce", reducer, losses, partial_loss)
 
     def finish(self) -> str:
         """Say what ends the step on this rank, empty if nothing does."""

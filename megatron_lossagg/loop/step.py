@@ -217,7 +217,7 @@ class Step:
         """Let the guards hear of reducers and of the finalize function."""
         found = [] if kind is None else guards_of(facts)
         guards = StepGuards(found, facts, only_warns=kind == "warn")
-        facts.plan.state.begin(guards.reduced)
+        facts.plan.state.begin(_untraced(partial(guards.tell, "on_reduce")))
         if kind is not None and not self.forward_only:
             self._finalize = FinalizeHook(facts.config, partial(guards.tell, "on_finalize"))
             # A step that is given up without its end is collected.

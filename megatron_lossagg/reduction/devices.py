@@ -18,6 +18,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     A copy to a device goes through pinned memory and does not wait. A copy to the CPU waits,
     because its values are read next.
     """
+    if tensor.device == device:
+        return tensor
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")

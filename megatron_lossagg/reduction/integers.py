@@ -66,7 +66,7 @@ def checked_integers(
     2^63 - 1, and for a length other than ``length``. A CUDA tensor costs one host sync.
     """
     if is_tensor(values):
-        values = values.detach().cpu().numpy()
+        values = values.numpy(force=True)
     elif isinstance(values, Iterator):
         values = list(values)
     try:
@@ -83,7 +83,7 @@ def checked_integers(
         raise error(f"{name}: got {got}, expected {expected}")
     if length is not None and len(array) != length:
         raise error(f"{name}: got {len(array)} entries, expected {length}, one per sequence")
-    if len(array) and array.max() > _LARGEST:
+    if array.dtype == np.uint64 and len(array) and array.max() > _LARGEST:
         raise error(f"{name}: got {array.max()}, the largest is 2^63 - 1")
     if lowest is not None and len(array) and array.min() < lowest:
         raise error(

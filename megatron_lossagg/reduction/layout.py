@@ -13,7 +13,7 @@ Shape suffixes: R = runs of consecutive positions; G = segments of the microbatc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -81,29 +81,24 @@ class Layout:
     split: Split | None = None
     """What the model's ``cp_partition_mode`` must be; None if any is right."""
 
+    num_segments: int = field(init=False, repr=False)
+    """Number of segments, padding sequences included."""
+    num_tokens: int = field(init=False, repr=False)
+    """Number of mask positions that the segments cover."""
+    num_local_tokens: int = field(init=False, repr=False)
+    """Number of tokens this rank holds."""
+    holds_whole_mask: bool = field(init=False, repr=False)
+    """Whether all positions of the mask are this rank's."""
+
     def __post_init__(self) -> None:
         for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
             array.flags.writeable = False  # all holders share it
-
-    @cached_property
-    def num_segments(self) -> int:
-        """Number of segments, padding sequences included."""
-        return len(self.offset_G1) - 1
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Number of mask positions that the segments cover."""
-        return int(self.offset_G1[-1])
-
-    @cached_property
-    def num_local_tokens(self) -> int:
-        """Number of tokens this rank holds."""
-        return int(self.length_R.sum())
-
-    @cached_property
-    def holds_whole_mask(self) -> bool:
-        """Whether all positions of the mask are this rank's."""
-        return self.cp_size == 1 or self.is_local
+        vars(self).update(
+            num_segments=len(self.offset_G1) - 1,
+            num_tokens=int(self.offset_G1[-1]),
+            num_local_tokens=int(self.length_R.sum()),
+            holds_whole_mask=self.cp_size == 1 or self.is_local,
+        )
 
     @property
     def local_lengths(self) -> Ints:
@@ -150,7 +145,7 @@ class Layout:
         starts = np.arange(0, offset_G1[-1], sizes[-1])
         return len(sizes) == 2 and bool(np.isin(starts, offset_G1).all())
 
-    @property
+    @cached_property
     def _shift_R(self) -> Ints:
         """Offset between a run's mask positions and its indices among this rank's tokens."""
         shift_R: Ints = self.start_R - (np.cumsum(self.length_R) - self.length_R)
@@ -204,9 +199,8 @@ class Layout:
         Raises:
             LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.
         """
-        offset_G1 = checked_offsets(cu_seqlens_padded)
+        offset_G1, length_G = checked_offsets(cu_seqlens_padded)
         check_cp(cp_size, cp_rank)
-        length_G = np.diff(offset_G1)
         starts, lengths = [offset_G1[:-1]], [length_G]
         if cp_size > 1:
             unpadded = np.flatnonzero(length_G % (2 * cp_size))
@@ -216,7 +210,8 @@ class Layout:
                     f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
                 )
             chunk_G = length_G // (2 * cp_size)
-            starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
+            first, last = _chunks(cp_size, cp_rank)
+            starts = [offset_G1[:-1] + first * chunk_G, offset_G1[:-1] + last * chunk_G]
             lengths = [chunk_G, chunk_G]
         runs = starts, lengths, cp_size, cp_rank
         return _of_runs(
@@ -247,7 +242,7 @@ class Layout:
         Source: Megatron-Core (dev d48bd6be0a) ``get_cp_slice_for_thd`` with
         ``cp_partition_mode="contiguous"``.
         """
-        offset_G1 = checked_offsets(cu_seqlens_padded)
+        offset_G1, _ = checked_offsets(cu_seqlens_padded)
         check_cp(cp_size, cp_rank)
         size = int(offset_G1[-1]) // cp_size
         if size * cp_size != offset_G1[-1]:

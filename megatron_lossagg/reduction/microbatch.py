@@ -28,7 +28,7 @@ from megatron_lossagg.reduction.checks.token_weights import check_token_weights
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.segments import PADDING, Segments, SegmentSums, of_sequences
+from megatron_lossagg.reduction.segments import Segments, SegmentSums
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
@@ -74,13 +74,11 @@ class Microbatch:
         planned, faults = plan.sequences, plan.state.faults
         sequences_G = checked_sequences(sequences, layout, planned)
         mask_P = checked_mask(mask, layout)
-        sums_S = planned.token_weight_sums
         segments = Segments(
             sequences=sequences_G,
-            counted=of_sequences(planned.active_tokens, sequences_G),
-            counted_weights=None if sums_S is None else of_sequences(sums_S, sequences_G),
+            counted=plan.active_tokens_S1[sequences_G],
+            planned=planned,
             layout=layout,
-            microbatch_of_sequence=planned.microbatch,
             rejects_tokens=plan.state.rejects_tokens,
         )
         keep_T, trained = check_mask(mask_P, segments, faults)
@@ -94,7 +92,7 @@ class Microbatch:
             segments=segments,
             keep=keep_T,
             token_weights=weight_T,
-            num_past_end=len(mask_P) - layout.num_tokens,
+            num_past_end=mask_P.numel() - layout.num_tokens,
             trained=trained,
             trained_weights=trained_weights,
         )
@@ -110,23 +108,24 @@ class Microbatch:
     def weights(
         self,
         aggregation: Aggregation,
-        weight_S: npt.NDArray[np.float64],
+        weight_S1: npt.NDArray[np.float64],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
         """Give each token its sequence's weight, 0 where it is not trained; ``[T]``.
 
-        ``weight_S``: the step's weights under the aggregation. Made once for an aggregation, dtype
-        (float32 or float64) and device.
+        ``weight_S1``: the step's weights under the aggregation, and a 0. Made once for an
+        aggregation, dtype (float32 or float64) and device.
         """
         key = (aggregation, dtype, device)
-        if key not in self._weights:
-            weight_T = self._packed(weight_S, dtype, device)
+        weight_T = self._weights.get(key)
+        if weight_T is None:
+            weight_T = self._packed(weight_S1, dtype, device)
             if aggregation.count == "weights":
                 assert self.token_weights is not None
                 weight_T = weight_T.mul_(moved(self.token_weights, device).to(dtype))
             self._weights[key] = weight_T
-        return self._weights[key]
+        return weight_T
 
     def made_weights(self, aggregation: Aggregation) -> Tensor | None:
         """Return the weights of the tokens that were made first; None if none were."""
@@ -136,14 +135,12 @@ class Microbatch:
         return None
 
     def _packed(
-        self, weight_S: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
+        self, weight_S1: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         keep_T, layout = self.keep_on(device), self.segments.layout
-        weight_G = of_sequences(weight_S, self.segments.sequences)
-        values = weight_G[self.segments.counted > 0]  # what weighs nothing may be kept
+        weight_G = weight_S1[self.segments.sequences]
         weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
-        if len(values) and PADDING not in self.segments.sequences and (values == values[0]).all():
-            # Sequences without tokens train nothing, so one weight serves for all that is kept.
-            return torch.mul(keep_T, torch.from_numpy(np.array(weight_G.max())))
+        if len(weight_G) and weight_G.min() == weight_G.max():
+            return torch.mul(keep_T, torch.from_numpy(weight_G[0, ...]))
         weight_T = np.repeat(weight_G[layout.segment_R], layout.length_R)
         return from_numpy(weight_T, device).mul_(keep_T)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.integers import Ints, first_few
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.sequences import CheckedSequences
 
 __all__ = [
     "PADDING",
@@ -27,9 +28,6 @@ __all__ = [
     "Segments",
     "held",
     "held_sums",
-    "of_last_positions",
-    "of_segments",
-    "of_sequences",
 ]
 
 PADDING = -1
@@ -44,10 +42,9 @@ class Segments:
     """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
     counted: Ints
     """int64 ``[G]``: the plan's count of each segment's sequence, 0 for a padding sequence."""
-    counted_weights: npt.NDArray[np.float64] | None
-    """float64 ``[G]``: the plan's sum of token weights likewise; None if it has none."""
+    planned: CheckedSequences
+    """Those of the step."""
     layout: Layout
-    microbatch_of_sequence: Ints | None
     rejects_tokens: bool
     """Whether a sequence may train fewer tokens than were counted."""
 
@@ -57,8 +54,8 @@ class Segments:
         if not len(real):
             return "a microbatch without sequences"
         number = "a microbatch"
-        if self.microbatch_of_sequence is not None:
-            number = f"microbatch {self.microbatch_of_sequence[real[0]]}"
+        if self.planned.microbatch is not None:
+            number = f"microbatch {self.planned.microbatch[real[0]]}"
         return f"{number} with sequences {first_few(real)}"
 
     @property
@@ -92,20 +89,12 @@ class Segments:
         return f"{whose} (segment {segment} of {self})", f"{token}{part}"
 
 
-def of_sequences(values_S: npt.NDArray[Any], sequences_G: Ints) -> npt.NDArray[Any]:
-    """Look up a value per segment, 0 for a padding sequence."""
-    value_G = np.zeros(len(sequences_G), dtype=values_S.dtype)
-    is_sequence_G = sequences_G != PADDING
-    value_G[is_sequence_G] = values_S[sequences_G[is_sequence_G]]
-    return value_G
-
-
 def held(value_P: Tensor, layout: Layout) -> Tensor:
     """Slice what is packed like the mask: the tokens that this rank holds, ``[T]``."""
     if layout.interval is not None:
         return value_P[layout.interval]
     index_T = layout.positions.numpy()
-    if len(value_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
+    if value_P.numel() <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
         index_T = index_T.astype(np.int32)
     return torch.index_select(value_P, 0, from_numpy(index_T, value_P.device))
 
@@ -135,18 +124,20 @@ class SegmentSums:
         place_N = np.concatenate(places)
         if size:
             last_N = from_numpy(np.maximum(place_N - 1, 0), value_P.device)
-            at_N = torch.cumsum(value_P, dim=0, dtype=dtype)[last_N]
+            at_N = torch.cumsum(value_P, dim=0, dtype=dtype).index_select(0, last_N)
         else:
             at_N = torch.zeros(len(place_N), dtype=dtype, device=value_P.device)
         return SegmentSums(at_N=at_N, place_N=place_N, layout=layout)
 
-    def read(self, at_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the sums, once :attr:`at_N` was read."""
-        return np.where(self.place_N > 0, at_N, 0)
+    def read(self, at_N: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return each segment's sum, and that of what follows them, ``[G1]``; ``at_N`` as read.
 
-    def held_G(self) -> Tensor:
-        """Return the sum over what this rank holds of each segment, ``[G]``; no host sync."""
-        return held_sums([self])
+        And the value at each segment's last position, ``[G]``; of an empty one, that before it.
+        """
+        at_N, num_segments = np.where(self.place_N > 0, at_N, 0), self.layout.num_segments
+        sum_G1 = at_N[1 : num_segments + 2] - at_N[: num_segments + 1]
+        last_G = at_N[1 : num_segments + 1] - at_N[num_segments + 2 : 2 * num_segments + 2]
+        return sum_G1, last_G
 
 
 def held_sums(sums: Sequence[SegmentSums]) -> Tensor:
@@ -173,16 +164,3 @@ def held_sums(sums: Sequence[SegmentSums]) -> Tensor:
     start, end, of_row = from_numpy(index_3, found.device)
     zeros = torch.zeros(row, dtype=found.dtype, device=found.device)
     return zeros.index_add_(0, of_row, found[end] - found[start])
-
-
-def of_segments(at_N: npt.NDArray[Any], num_segments: int) -> npt.NDArray[Any]:
-    """Return each segment's sum, and that of what follows them, ``[G1]``."""
-    sum_G1: npt.NDArray[Any] = np.diff(at_N[: num_segments + 2])
-    return sum_G1
-
-
-def of_last_positions(at_N: npt.NDArray[Any], layout: Layout) -> npt.NDArray[Any]:
-    """Return the value at the last position of each segment that is not empty."""
-    end_G, last_G = at_N[1 : layout.num_segments + 1], at_N[layout.num_segments + 2 :]
-    value_G: npt.NDArray[Any] = end_G - last_G[: layout.num_segments]
-    return value_G[layout.offset_G1[1:] > layout.offset_G1[:-1]]

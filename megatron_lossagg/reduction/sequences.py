@@ -203,19 +203,14 @@ class CheckedSequences:
         columns = {name: one[kept_S] for name, one in self.columns.items()}
         return replace(self, **kept | {"columns": columns, "left_out": None})
 
-    def is_microbatch(self, sequences_G: Ints) -> bool:
-        """Whether these are all sequences of a planned microbatch, in order."""
-        own = self._of_first.get(int(sequences_G[0])) if len(sequences_G) else None
-        return own is not None and len(own) == len(sequences_G) and bool((own == sequences_G).all())
-
     @cached_property
-    def _of_first(self) -> dict[int, Ints]:
-        """The sequences of each microbatch, in order, by its first one."""
+    def in_order(self) -> set[bytes]:
+        """The bytes of all sequences of each microbatch, in order; empty if none was planned."""
         if self.microbatch is None or not len(self.microbatch):
-            return {}
-        in_order = np.argsort(self.microbatch, kind="stable")
+            return set()
+        in_order = np.argsort(self.microbatch, kind="stable").astype(np.int64)
         ends = np.flatnonzero(np.diff(self.microbatch[in_order])) + 1
-        return {int(own[0]): own for own in np.split(in_order, ends)}
+        return {own.tobytes() for own in np.split(in_order, ends)}
 
     def __post_init__(self) -> None:
         for value in (*vars(self).values(), *self.columns.values()):

@@ -50,6 +50,11 @@ class StepWeights:
         """n_s, int64 ``[S]``."""
         return self.sequences.active_tokens
 
+    @cached_property
+    def active_tokens_S1(self) -> Ints:
+        """:attr:`active_tokens` and a 0: what a padding sequence has, which is -1."""
+        return np.append(self.active_tokens, 0)
+
     @property
     def counted(self) -> Counted:
         """What the step counted, in numbers over all ranks."""
@@ -114,6 +119,11 @@ class StepWeights:
             weight_S[~self.is_left_out_S] = counted_S
         weight_S.flags.writeable = False
         return weight_S
+
+    @cached_property
+    def weight_S1(self) -> Floats:
+        """:attr:`weight_S` and a 0, likewise."""
+        return np.append(self.weight_S, 0.0)
 
     @cached_property
     def weight_A(self) -> Floats:

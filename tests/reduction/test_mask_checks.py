@@ -11,6 +11,7 @@ from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction import faults
+from megatron_lossagg.reduction.segments import held_sums
 
 MASK_DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -156,7 +157,7 @@ def test_a_local_mask_holds_a_part_of_each_sequence(device):
     with on(device) as to:
         microbatch = plan.reducer([0, 1], to(torch.ones(6)), layout).microbatch
         plan.check()
-        assert microbatch.trained.held_G().tolist() == [4, 2]
+        assert held_sums([microbatch.trained]).tolist() == [4, 2]
 
 
 HELD = {
@@ -189,9 +190,9 @@ def test_a_rank_counts_what_its_mask_trains_of_each_segment(layout, cp_size):
         made = plan.reducer(range(3), mask, held_here, token_weights=weights).microbatch
         held = set(held_here.positions.tolist())
         of_rank = [[t for t in segment if t in held] for segment in of_segments]
-        assert made.trained.held_G().tolist() == [int(mask[tokens].sum()) for tokens in of_rank]
+        assert held_sums([made.trained]).tolist() == [int(mask[tokens].sum()) for tokens in of_rank]
         expected = torch.stack([weights[tokens].sum() for tokens in of_rank])
-        torch.testing.assert_close(made.trained_weights.held_G(), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(held_sums([made.trained_weights]), expected, rtol=0, atol=1e-12)
 
 
 @DEVICES

@@ -36,7 +36,7 @@ def checked_sequences(sequences: IntsLike, layout: Layout, planned: CheckedSeque
             f"got {len(sequences_G)} sequences for {layout.num_segments} segments of the layout "
             f"{layout.name}: one entry per segment, -1 for a padding sequence or padding segment"
         )
-    if planned.is_microbatch(sequences_G):
+    if sequences_G.tobytes() in planned.in_order:
         return sequences_G
     num_sequences = len(planned.active_tokens)
     in_order = np.sort(sequences_G[sequences_G != PADDING])
@@ -106,7 +106,7 @@ def checked_mask(mask: Tensor, layout: Layout) -> Tensor:
             f"got a mask of shape {tuple(mask.shape)}, expected [b, s] = {layout.batch_shape}: "
             "pass it so and not as [s, b], or flat"
         )
-    return mask.reshape(-1)
+    return mask if mask.dim() == 1 else mask.reshape(-1)
 
 
 def checked_weights(weights: Tensor, mask: Tensor) -> Tensor:

@@ -19,16 +19,17 @@ from megatron_lossagg.reduction.integers import (
 __all__ = ["batch_offsets", "check_cp", "check_lengths", "check_responses", "checked_offsets"]
 
 
-def checked_offsets(cu_seqlens_padded: IntsLike) -> Ints:
-    """Return ``cu_seqlens``, int64 ``[G1]``: from 0, never falling."""
+def checked_offsets(cu_seqlens_padded: IntsLike) -> tuple[Ints, Ints]:
+    """Return ``cu_seqlens``, int64 ``[G1]``: from 0, never falling; and the lengths, ``[G]``."""
     offset_G1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
     if len(offset_G1) == 0 or offset_G1[0] != 0:
         raise LayoutError(
             f"got cu_seqlens [{first_few(offset_G1, 4)}], expected offsets from 0, one more "
             "than segments"
         )
-    check_lengths("cu_seqlens", np.diff(offset_G1))
-    return offset_G1
+    length_G = offset_G1[1:] - offset_G1[:-1]
+    check_lengths("cu_seqlens", length_G)
+    return offset_G1, length_G
 
 
 def batch_offsets(batch_size: int, seq_length: int) -> Ints:

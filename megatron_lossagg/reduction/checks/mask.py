@@ -21,8 +21,6 @@ from megatron_lossagg.reduction.segments import (
     Segments,
     SegmentSums,
     held,
-    of_last_positions,
-    of_segments,
 )
 
 __all__ = ["check_mask", "first_of"]
@@ -62,14 +60,13 @@ def _describe(
     found: list[npt.NDArray[Any]],
 ) -> str:
     """Describe values that are not 0 or 1, and then counts."""
-    at_N, nonzero = sums.read(found[0]), found[1:]
-    num_segments = segments.layout.num_segments
-    if nonzero and (num := int(nonzero[0].item()) - int(at_N[num_segments + 1])):
+    (sum_G1, last_G), nonzero = sums.read(found[0]), found[1:]
+    if nonzero and (num := int(nonzero[0].item()) - int(sum_G1.sum())):
         return _describe_value(segments, num, values)
-    missing_G1 = np.append(segments.counted, 0) - of_segments(at_N, num_segments)
+    missing_G1 = np.append(segments.counted, 0) - sum_G1
     if missing_G1.any() and (fault := _describe_counts(segments, missing_G1)):
         return fault
-    if segments.layout.is_whole and of_last_positions(at_N, segments.layout).any():
+    if segments.layout.is_whole and last_G.any():
         _warn_of_shift()
     return ""
 

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from megatron_lossagg.reduction.checks.mask import first_of
 from megatron_lossagg.reduction.faults import Faults
-from megatron_lossagg.reduction.segments import Segments, SegmentSums, held, of_segments
+from megatron_lossagg.reduction.segments import (
+    PADDING,
+    Segments,
+    SegmentSums,
+    held,
+)
 
 __all__ = ["check_token_weights", "weight_slack"]
 
@@ -73,14 +78,14 @@ def _describe_weight(segments: Segments, values: list[float]) -> str:
 
 def _describe_sums(segments: Segments, sums: SegmentSums, found: list[npt.NDArray[Any]]) -> str:
     """Describe a segment whose trained weights are not those counted."""
-    at_N = sums.read(found[0])
-    num_segments = segments.layout.num_segments
-    assert segments.counted_weights is not None
-    counted_G1 = np.append(segments.counted_weights, 0.0)
-    if not np.isfinite(at_N).all():
+    assert segments.planned.token_weight_sums is not None
+    counted_S1 = np.append(segments.planned.token_weight_sums, 0.0)
+    counted_G1 = counted_S1[np.append(segments.sequences, PADDING)]
+    if not np.isfinite(found[0]).all():
         return ""  # a weight is not finite, and was named
-    missing_G1 = counted_G1 - of_segments(at_N, num_segments)
-    slack_G1 = weight_slack(counted_G1, at_N[num_segments + 1])
+    sum_G1, _ = sums.read(found[0])
+    missing_G1 = counted_G1 - sum_G1
+    slack_G1 = weight_slack(counted_G1, sum_G1.sum())
     least_segment = int((missing_G1 + slack_G1).argmin())
     most_segment = int((missing_G1 - slack_G1).argmax())
     least = (missing_G1 + slack_G1)[least_segment]
@@ -95,7 +100,7 @@ def _describe_sums(segments: Segments, sums: SegmentSums, found: list[npt.NDArra
     return (
         f"{whose} do not sum to what was counted: segment {segment} has "
         f"{'less' if least >= 0 else 'more'} than the "
-        f"{segments.counted_weights[segment]:.9g} of its sequence {segments.sequences[segment]}: "
+        f"{counted_G1[segment]:.9g} of its sequence {segments.sequences[segment]}: "
         "check token_weights, mask, sequences and Sequences.token_weight_sums, which are sums in "
         "float64"
     )
