@@ -17,8 +17,6 @@ import torch
 
 from benchmarks.tables import write_between
 
-__all__ = ["machine_of", "run_command", "say"]
-
 Results = dict[str, Any]
 
 

@@ -20,8 +20,6 @@ from benchmarks.workloads import AGGREGATION, SAMPLES_PER_PROMPT
 from megatron_lossagg import LossAggregator, Options, Sequences, StepPlan, plan_step
 from megatron_lossagg.cpu import install
 
-__all__ = ["CALLS", "Measure", "RankSequences", "a_chunk", "a_step", "import_megatron", "read"]
-
 CALLS = ("read", "plan_step", "begin", "finish")
 """What is measured of a rank: ``read`` is once per run, the others are in every step."""
 MOST_TOKENS = 8

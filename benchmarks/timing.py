@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["FULL", "QUICK", "Effort", "Times", "ratio", "spread"]
-
 SHORTEST = 1e-3
 """Seconds of one sample: a shorter piece of code is repeated within it."""
 

@@ -8,19 +8,6 @@ keeps working. A message states what was got, what was expected and what to chan
 
 import sys
 
-__all__ = [
-    "AggregationError",
-    "ContractError",
-    "LayoutError",
-    "LossAggregationError",
-    "PlanError",
-    "ProofError",
-    "ReducerError",
-    "ReducerPathError",
-    "message_of",
-    "say",
-]
-
 
 class LossAggregationError(Exception):
     """Base of everything this package raises.

@@ -15,8 +15,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["PAGES", "PLACEHOLDER", "addressed", "repository_of", "write"]
-
 PAGES = ("README.md", "docs/start.md")
 PLACEHOLDER = "ADDRESS"
 _URL = re.compile(rf"https://{PLACEHOLDER}/megatron_lossagg\b")

@@ -26,8 +26,6 @@ from megatron_lossagg.guards.before import BEFORE_A_STEP  # noqa: E402
 from megatron_lossagg.guards.guard import Guard  # noqa: E402
 from megatron_lossagg.reduction import checks  # noqa: E402
 
-__all__ = ["PAGE", "page"]
-
 PAGE = ROOT / "docs" / "reference" / "checks.md"
 _AT_THE_START = {
     "contract.megatron_options": f"[{len(OPTIONS)} conditions](options.md)",
@@ -137,8 +135,12 @@ def _values() -> Iterator[str]:
 
 
 def _checks_of(module: ModuleType) -> list[Callable[..., Any]]:
-    """Return a module's public checks; what else it exports helps other checks."""
-    return [getattr(module, name) for name in module.__all__ if name.startswith("check")]
+    """Return the public checks that a module defines."""
+    own = [
+        one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__
+    ]
+    checks_of = [one for one in own if one.__name__.startswith("check")]
+    return sorted(checks_of, key=lambda check: check.__name__)
 
 
 def _functions(functions: Iterable[Callable[..., Any]]) -> Iterator[str]:

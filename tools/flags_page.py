@@ -16,8 +16,6 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_lossagg import Aggregation, Options, add_loss_aggregation_args  # noqa: E402
 
-__all__ = ["PAGE", "page"]
-
 PAGE = ROOT / "docs" / "reference" / "flags.md"
 _PAGE = """\
 # Flags

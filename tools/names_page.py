@@ -14,8 +14,6 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_lossagg.reduction.aliases import ALIASES  # noqa: E402
 
-__all__ = ["PAGE", "page"]
-
 SOURCES = {
     "agent-lightning": ("microsoft/agent-lightning", "c632d8dd"),
     "openrlhf": ("OpenRLHF/OpenRLHF", "3c3be623"),

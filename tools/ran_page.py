@@ -14,8 +14,6 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import ran  # noqa: E402  of tests/support
 
-__all__ = ["PAGE", "page", "taken"]
-
 PAGE = ROOT / "docs" / "reference" / "ran.md"
 _PAGE = """\
 # Last runs

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-__all__ = ["faults_of"]
-
 _VOID = {"area", "base", "br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 _CODE = {"code", "pre", "script", "style"}
 _TITLES = {"h1", "h2", "h3", "h4", "h5", "h6"}

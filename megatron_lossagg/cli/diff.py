@@ -19,8 +19,6 @@ from megatron_lossagg.record.compare import RecordDiff, compare_records
 from megatron_lossagg.record.step_record import RecordError, StepRecord, read_record
 from megatron_lossagg.verify.text import number_of
 
-__all__ = ["add_arguments", "run"]
-
 _SAME = "the same loss function on the same batches"
 _ENDS_EARLY = 3
 """Exit status for two records of which one has fewer steps."""

@@ -46,8 +46,6 @@ from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.text import number_of
 
-__all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
-
 _NARROWEST, _WIDEST = 72, 100
 """Limits on the width of the text, in columns."""
 _OF_A_SPLIT = ("dp", "cp", "microbatches", "loss_scaling")

@@ -17,8 +17,6 @@ from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.step_weights import StepWeights
 from megatron_lossagg.verify.text import number_of
 
-__all__ = ["DEFAULT_LENGTHS", "Comparison", "Explanation", "explain", "read_lengths"]
-
 DEFAULT_LENGTHS = "2000,500,8000,1500/3000,1000,0,4000"
 """Uneven lengths as reasoning models write them, a fully masked sample, two prompts."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from megatron_lossagg.errors import LossAggregationError
 
-__all__ = ["MissingPackageError", "needed"]
-
 
 class MissingPackageError(LossAggregationError, ImportError):
     """A package that is not installed; the message names the extra that installs it."""

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from megatron_lossagg.errors import LossAggregationError
 
-__all__ = ["OutputError", "check_outputs", "is_file", "printable", "write_whole"]
-
 
 class OutputError(LossAggregationError, ValueError):
     """A file that cannot be written, or that is read as well; the message names its flag."""

@@ -18,8 +18,6 @@ from megatron_lossagg.errors import ContractError, LossAggregationError, Reducer
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["main"]
-
 _REQUIRED = ("torch", "numpy", "rich")
 
 _PIPED = {"diff", "explain", "plot"}

@@ -13,8 +13,6 @@ from megatron_lossagg.cli.shares import Shares
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["drawn", "figure_of", "page"]
-
 _COLORS = ("#0072b2", "#e69f00", "#b8a900", "#009e73")
 """Okabe and Ito's, which colour-blind readers can tell apart, with a darker yellow."""
 _BARS = 0.84

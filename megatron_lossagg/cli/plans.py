@@ -19,8 +19,6 @@ from megatron_lossagg.reduction.one_process import OneProcess
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
 
-__all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of", "with_own_flags"]
-
 EXPONENT = 0.5
 """Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
 _ONLY_ITSELF = (CUSTOM, OWN_WEIGHTS, "balanced", "row_mean")

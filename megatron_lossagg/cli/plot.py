@@ -25,8 +25,6 @@ from megatron_lossagg.cli.plans import EXPONENT
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import shares_of
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lossagg plot``."""

@@ -26,8 +26,6 @@ from megatron_lossagg.verify.text import number_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["COLUMNS", "Rollouts", "RolloutsError", "add_reading_arguments", "read_rollouts"]
-
 _Measure = Callable[[str], int]
 
 

@@ -20,8 +20,6 @@ from megatron_lossagg.integrations._script import run_hooked, run_stock
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg run``."""

@@ -25,8 +25,6 @@ from megatron_lossagg.verify.text import number_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["Shares", "shares_of"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shares:

@@ -50,8 +50,6 @@ from megatron_lossagg.verify.job import Event, Job, RanksTimedOut, first_failure
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.text import number_of
 
-__all__ = ["add_arguments", "run"]
-
 _TIMEOUT = 900.0
 _OF_A_RUN = ("loss_aggregation_record", "loss_aggregation_shadow")
 _STATUS = {PASS: 0, FAIL: 1, NOT_RUN: 2}

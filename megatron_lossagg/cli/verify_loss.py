@@ -14,8 +14,6 @@ from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.own_loss import SPLITS, TIMEOUT, check_loss
 
-__all__ = ["add_arguments", "run"]
-
 _ITS_OWN = {"loss_func", "batch", "loss_scaling", "json", "timeout"}
 _OF_SPLITS = {"dp", "cp", "microbatches", "packing", "cp_partition"}
 

@@ -23,8 +23,6 @@ from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks.check import FAIL, PASS, counted
 from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 
-__all__ = ["markdown"]
-
 _LAYOUT_COLUMNS = ("layout", "cases that pass", "largest gradient error", "")
 _SPECIAL = re.compile(r"[\\`*\[\]|~$#]|(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9])")
 """What GitHub's Markdown would act on within a line: not the ``_`` of ``token_mean``."""

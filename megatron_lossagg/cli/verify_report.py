@@ -24,18 +24,6 @@ from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counte
 from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 from megatron_lossagg.verify.text import error_text, number_of
 
-__all__ = [
-    "COLUMNS",
-    "FRAMEWORK_COLUMNS",
-    "Report",
-    "cells",
-    "finite",
-    "largest",
-    "place",
-    "result",
-    "show",
-]
-
 Report = Mapping[str, Any]
 COLUMNS = (
     "aggregation",

@@ -22,8 +22,6 @@ from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.weigh.compare import COMPARED, Weighed
 
-__all__ = ["add_arguments", "run"]
-
 _PICTURES = (".svg", ".png", ".pdf")
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from megatron_lossagg.weigh.compare import Weighed
 
-__all__ = ["drawn", "figure_of"]
-
 _GREY = "#808890"
 """Of text and axes: readable on white and on black."""
 _DOTS = "#e69f00"

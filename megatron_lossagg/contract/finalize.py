@@ -12,14 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = [
-    "FinalizeHook",
-    "hook_of",
-    "is_megatrons_finalize",
-    "is_same_function",
-    "own_finalize",
-]
-
 
 class FinalizeHook:
     """Stands in for a config's finalize function while one step runs, and calls it.

@@ -17,8 +17,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 
-__all__ = ["LiveGroups", "unwrapped"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LiveGroups:

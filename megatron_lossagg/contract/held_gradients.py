@@ -19,8 +19,6 @@ from torch import Tensor
 from megatron_lossagg.contract.finalize import FinalizeHook
 from megatron_lossagg.errors import ContractError
 
-__all__ = ["HeldGradients"]
-
 
 class HeldGradients:
     """Holds back reduction and finalize of a model's gradients until :meth:`finalize`.

@@ -16,14 +16,6 @@ from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ContractError
 
-__all__ = [
-    "checked_loss_scaling",
-    "is_rerunning",
-    "may_hold_back",
-    "megatron_release",
-    "megatron_version",
-]
-
 _OLDEST_MEGATRON = (0, 13)
 
 

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from megatron_lossagg.errors import ContractError
 
-__all__ = ["OPTIONS", "Holder", "Option", "Setting", "check_options"]
-
 Holder = Literal["model config", "script arguments", "Bridge's dist config"]
 """Which object holds an option: the chunks' ``TransformerConfig`` (with ``ModelParallelConfig``),
 what Megatron-LM's ``get_args()`` returns, or ``ConfigContainer.dist``."""

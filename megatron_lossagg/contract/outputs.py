@@ -18,17 +18,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = [
-    "Means",
-    "Outputs",
-    "check_coefficient",
-    "check_reported",
-    "check_scalar",
-    "outputs",
-    "shadow_reports",
-    "stock_report",
-]
-
 Means = Mapping[str, tuple[Tensor, Tensor | float]]
 Outputs = tuple[Tensor, Tensor, dict[str, Tensor]]
 

@@ -24,17 +24,6 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-__all__ = [
-    "K_FORMULA",
-    "LOSS_SCALINGS",
-    "MOST_TOKENS_PER_TOKEN",
-    "Factor",
-    "LossScaling",
-    "Scaling",
-    "ddp_factor",
-    "deferred_factor",
-]
-
 LossScaling = Literal["average", "per_token"]
 LOSS_SCALINGS: tuple[LossScaling, LossScaling] = ("average", "per_token")
 

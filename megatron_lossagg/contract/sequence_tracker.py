@@ -15,8 +15,6 @@ import numpy as np
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import Ints, first_few
 
-__all__ = ["SequenceTracker"]
-
 _NOT_SEEN = -1
 
 

@@ -19,8 +19,6 @@ from megatron_lossagg.reduction.modes import CUSTOM
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["SideLossScale", "check_follow", "weight_sum_of"]
-
 _FUNCTIONS = ("moe_grad_scale_func", "mtp_grad_scale_func")
 
 

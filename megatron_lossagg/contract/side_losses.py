@@ -7,8 +7,6 @@ from typing import Any
 from megatron_lossagg.contract.live import megatron_release, megatron_version
 from megatron_lossagg.contract.scaling import LossScaling
 
-__all__ = ["note_on_side_losses", "side_losses_of"]
-
 _MOE_FREE_OF_CP = {"average": (0, 16), "per_token": (0, 19)}
 """The release from which the gradient of the MoE side losses does not depend on CP."""
 _MTP_NEVER_FREE_OF_CP = (0, 17)

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggregationError
 
-__all__ = ["ContextParallelAttention", "UnsupportedModelError"]
-
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-__all__ = ["launch", "run_alone"]
-
 _AGENT, _TIED = (Path(__file__).with_name(name) for name in ("agent.py", "tied.py"))
 _MARK = "MEGATRON_LOSSAGG_LAUNCH"
 _GRACE_SECONDS = 2.0

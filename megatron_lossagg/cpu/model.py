@@ -29,16 +29,6 @@ from torch import Tensor
 
 from megatron_lossagg.cpu.attention import ContextParallelAttention, UnsupportedModelError
 
-__all__ = [
-    "SequenceParallelNorm",
-    "Shard",
-    "gpt_layer_spec",
-    "gpt_mtp_spec",
-    "initialize_weights",
-    "named_shards",
-    "use_own_modules",
-]
-
 _SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 

@@ -23,18 +23,6 @@ import torch.distributed
 
 from megatron_lossagg.errors import LossAggregationError
 
-__all__ = [
-    "STAND_INS",
-    "Replacement",
-    "StandInError",
-    "always",
-    "around",
-    "install",
-    "instead",
-    "replace",
-    "replaced",
-]
-
 Replacement = Callable[[Any], Any]
 """Makes what stands in for a name from the original, None if there is none."""
 

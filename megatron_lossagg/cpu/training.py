@@ -32,8 +32,6 @@ from megatron_lossagg.cpu.stand_ins import (
 )
 from megatron_lossagg.errors import ContractError
 
-__all__ = ["TRAINING_STAND_INS", "install_training"]
-
 
 @around
 def _without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

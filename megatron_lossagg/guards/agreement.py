@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from megatron_lossagg.errors import ContractError, say
 
-__all__ = ["agree", "said_if_waiting"]
-
 _PATIENCE = 30.0
 """Seconds after which a rank that waits for others says so."""
 _calls = itertools.count()

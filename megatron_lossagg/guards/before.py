@@ -24,8 +24,6 @@ from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["BEFORE_A_STEP", "Asked", "RunFacts"]
-
 
 @dataclass(kw_only=True, eq=False)
 class RunFacts:

@@ -19,8 +19,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, first_few
 
-__all__ = ["Call", "Term", "fault_of", "warn_of"]
-
 _TOLERANCE = 1e-5
 _VALUE_TOLERANCE = 1e-4
 """Of a loss against the sum of its terms, which are sums in float32."""

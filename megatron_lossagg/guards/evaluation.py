@@ -9,8 +9,6 @@ from torch import Tensor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.faults import warn_once
 
-__all__ = ["refuse_training", "without_gradient"]
-
 
 def without_gradient(loss: Tensor) -> Tensor:
     """Detach the loss of a step with ``forward_only=True``; say so once per process."""

@@ -19,8 +19,6 @@ from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Finalized"]
-
 
 class Finalized(Guard):
     """Ask, when the step finishes, whether the config's finalize function ran, and with what.

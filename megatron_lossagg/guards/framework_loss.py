@@ -18,8 +18,6 @@ from torch.autograd.graph import GradientEdge
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.faults import Describe
 
-__all__ = ["compare_graphs", "compare_with_framework"]
-
 _AT_ONCE = 16
 """Parameters whose gradients are computed, and in memory, at once."""
 _CHANGE = "and they would be lost; train it without the flags of --loss-aggregation"

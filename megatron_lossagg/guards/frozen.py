@@ -16,8 +16,6 @@ import torch.distributed as dist
 from megatron_lossagg.contract.scaling import LossScaling, ddp_factor
 from megatron_lossagg.errors import ContractError
 
-__all__ = ["Frozen"]
-
 _FLIPPED = (
     "the loss scaling is frozen when the model is built and wrapped; set "
     "--calculate-per-token-loss before that and leave it"

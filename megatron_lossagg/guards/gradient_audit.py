@@ -26,8 +26,6 @@ from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import first_few
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["GradientAudit"]
-
 
 class GradientAudit(Guard):
     """Ask with which coefficient each partial loss arrived.

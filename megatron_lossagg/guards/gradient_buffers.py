@@ -12,8 +12,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 
-__all__ = ["GradientBuffers"]
-
 _LOOKED_AT = 4096
 """Values of a buffer, at equal distances."""
 

@@ -16,8 +16,6 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Guard", "ScheduleCalls", "StepFacts", "is_in_backward"]
-
 
 @dataclass(kw_only=True, eq=False)
 class ScheduleCalls:

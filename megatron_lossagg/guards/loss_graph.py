@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["divisors_of", "nodes_of"]
-
 _FOLLOWED = {
     *("Alias", "Clone", "Div", "Expand", "Mul", "Neg", "ReshapeAlias", "Slice", "Squeeze"),
     *("ToCopy", "Unsqueeze", "UnsafeView", "View", "Where"),

@@ -33,8 +33,6 @@ from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.weigh.compare import equal_products
 from megatron_lossagg.weigh.listen import listen
 
-__all__ = ["Outcome", "WeighedSteps"]
-
 _TOLERANCE = 1e-5
 _ENDS = "before mb.reduce; ignore this if that is meant"
 _MOST_M = 8

@@ -34,8 +34,6 @@ from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import ID_KINDS, Floats, hashed
 
-__all__ = ["Ownership"]
-
 _SLOTS = 1024
 
 

@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron_lossagg.reduction.faults import looks_again, warn_once
 
-__all__ = ["KeptObjects", "begin_run"]
-
 _LEVELS = 4
 """How far arrays are looked for from an object that was not copied."""
 _MOST = 4096

@@ -16,8 +16,6 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Split", "check_parts"]
-
 _OF_WHOLE_SEQUENCES = ("microbatch_token_mean", "row_mean", OWN_WEIGHTS)
 
 

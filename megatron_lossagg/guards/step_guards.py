@@ -9,8 +9,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 
-__all__ = ["StepGuards"]
-
 _EVENTS = ("on_microbatch", "on_reduce", "on_first_outputs", "on_outputs", "on_finalize")
 
 

@@ -8,8 +8,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Terms"]
-
 
 class Terms(Guard):
     """In a deferred step, compare the mode's total of each trained term with the step's.

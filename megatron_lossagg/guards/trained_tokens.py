@@ -11,8 +11,6 @@ from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.segments import PADDING, SegmentSums, held_sums
 
-__all__ = ["TrainedTokens"]
-
 
 class _Tally:
     """A number of each sequence on this rank; summed when it is asked for.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megatron_lossagg.errors import PlanError
 
-__all__ = ["advantage_groups"]
-
 
 def advantage_groups(
     prompts: Sequence[object],

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aggregation import Aggregation
 
-__all__ = ["announce"]
-
 
 @cache
 def announce(framework: str, aggregation: Aggregation) -> None:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 
-__all__ = ["Denominators", "keep_below_one"]
-
 _CLAMPS = ("clamp_min", "clamp", "clip", "maximum")
 _SUMS = "get_sum_of_sample_mean"
 _made: set[Callable[..., Any]] = set()

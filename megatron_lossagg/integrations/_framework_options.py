@@ -18,8 +18,6 @@ from typing import Any
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.loop.flags import add_loss_aggregation_args
 
-__all__ = ["defined_by", "requested", "spelled"]
-
 _WITHOUT_EFFECT = (
     "loss_aggregation_record",
     "loss_aggregation_shadow",

@@ -14,8 +14,6 @@ from megatron_lossagg.integrations._segment_counts import count_segments, to_num
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 
-__all__ = ["MaskedSumIntegration", "is_packed", "mask_of", "packed_sequences"]
-
 _PACKED_AT = (
     ("cu_seqlens_q_padded", "cu_seqlens_q"),
     ("cu_seqlens_q", ""),

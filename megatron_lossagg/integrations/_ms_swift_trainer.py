@@ -25,8 +25,6 @@ from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["TrainerIntegration", "installed", "trainer_class"]
-
 _BASE = "swift.megatron.trainers.base"
 
 

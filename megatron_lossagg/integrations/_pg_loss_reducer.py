@@ -32,8 +32,6 @@ from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.step_weights import warn_of_divisor
 from megatron_lossagg.reduction.totals import StepTotals
 
-__all__ = ["MakeReducer", "constant_reducer", "refuse_bshd"]
-
 MakeReducer = Callable[
     [Sequence[int], Sequence[int], Sequence[Tensor], bool], Callable[[Tensor], Tensor]
 ]

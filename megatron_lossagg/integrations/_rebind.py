@@ -13,8 +13,6 @@ from megatron_lossagg.errors import ContractError, say
 from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
-__all__ = ["HOOK", "rebind", "report_if_unused"]
-
 HOOK = "get_forward_backward_func"
 """What a framework's loop calls for Megatron's schedule."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from megatron_lossagg.errors import ContractError, PlanError
 
-__all__ = ["field_of", "imported", "not_a_mask", "replaced"]
-
 
 def imported(name: str, *, expected: str) -> Any:
     """Import a framework's module; raises :class:`ContractError` if it cannot be imported.

@@ -43,18 +43,6 @@ from megatron_lossagg.reduction.options import EmptyStep, Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = [
-    "REDUCER",
-    "FrameworkStep",
-    "Hooks",
-    "carried_aggregation",
-    "checked_aggregation",
-    "is_ours",
-    "log_carried",
-    "log_set_up",
-    "rollout_mask_sums",
-]
-
 _Floats = npt.NDArray[np.float64]
 
 REDUCER = "custom_pg_loss_reducer_function_path"

@@ -15,8 +15,6 @@ from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["run_hooked", "run_stock"]
-
 
 def run_hooked(
     script: Path, aggregation: Aggregation | None, *, options: Options, on_cpu: bool

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 
-__all__ = ["count_segments", "to_numpy", "with_weights"]
-
 
 def count_segments(
     start_G: npt.ArrayLike, is_padding_G: npt.ArrayLike, mask_P: npt.NDArray[Any]

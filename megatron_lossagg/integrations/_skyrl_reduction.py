@@ -25,8 +25,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["LAST_STEPS", "Reduction", "samples_of"]
-
 LAST_STEPS = "loss_aggregation_is_last_step"
 """Where the batch keeps ``is_last_step``, which SkyRL's synchronous loop drops."""
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"

@@ -35,15 +35,6 @@ from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = [
-    "COUNT_SAMPLES",
-    "LOSS_WEIGHT",
-    "check_same_batch",
-    "names_of",
-    "plan_batch",
-    "warn_of_split",
-]
-
 COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_mean", "balanced")
 """Modes that can leave empty samples out."""
 LOSS_WEIGHT = "loss_weight"

@@ -18,8 +18,6 @@ from torch.nn.functional import pad
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._refusals import imported
 
-__all__ = ["SCALE", "carry", "weighed_worker", "weighing_actor"]
-
 SCALE = "loss_aggregation_scale"
 """Column of a batch, ``[sequences, 1 or s]``: what advantages were multiplied by."""
 _WORKERS = "skyrl.backends.skyrl_train.workers"

@@ -9,8 +9,6 @@ import os
 from functools import cache
 from typing import Any
 
-__all__ = ["WEIGH", "PassedLoss", "is_asked", "variables", "weigh_if_asked"]
-
 WEIGH = "LOSSAGG_WEIGH"
 """The environment variable that weighs the first step, of a framework's own reduction too."""
 

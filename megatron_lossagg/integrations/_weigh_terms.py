@@ -17,8 +17,6 @@ from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.report import text
 from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["TermsWeighing", "print_term", "term_of"]
-
 _ASSIGNED = re.compile(r"\s*(\w+)\s*=[^=]")
 _LINES = 4
 """How many lines above a call its assignment may begin."""

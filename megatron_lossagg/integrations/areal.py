@@ -42,8 +42,6 @@ from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["SCALE", "aggregated", "check_config"]
-
 _NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
 _VERSION = "use AReaL 4aef98d8"
 _PROMPT, SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"

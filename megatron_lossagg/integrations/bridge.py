@@ -19,8 +19,6 @@ from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["BridgeIntegration", "install"]
-
 
 class BridgeIntegration(MaskedSumIntegration):
     """Megatron-Bridge's text data; each packed sequence is split over context-parallel ranks.

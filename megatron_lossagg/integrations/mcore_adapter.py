@@ -27,8 +27,6 @@ from megatron_lossagg.loop.schedule_hook import Schedule, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["McaIntegration", "install"]
-
 _MODULE = "mcore_adapter.trainer.trainer"
 _OWN = ("_inner_forward_step", "_pre_compute_loss", "_post_compute_loss")
 """Methods of ``McaTrainer`` whose loss is known here; its ``DPOTrainer`` has others."""

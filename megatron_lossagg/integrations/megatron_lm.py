@@ -33,8 +33,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["PretrainIntegration", "install"]
-
 
 class PretrainIntegration(MaskedSumIntegration):
     """``pretrain_gpt.py``, packed or not, and scripts that share its data and its loss.

@@ -32,8 +32,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
 
-__all__ = ["RLIntegration"]
-
 
 class RLIntegration(MaskedSumIntegration):
     """Turns of rollouts, one per entry of the batch or several packed into a bin.

@@ -49,8 +49,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["carry_weights", "check", "with_weights"]
-
 HOOKS = Hooks(
     name="miles",
     module="megatron_lossagg.integrations.miles",

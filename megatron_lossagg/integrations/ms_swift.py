@@ -29,8 +29,6 @@ from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["IGNORED", "SwiftIntegration", "install"]
-
 IGNORED = -100
 """The label of a token that is not trained."""
 

@@ -24,8 +24,6 @@ from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["GKDIntegration", "install"]
-
 
 class GKDIntegration(SwiftIntegration):
     """``MegatronGKDTrainer`` (``megatron rlhf --rlhf_type gkd``), padding-free or padded.

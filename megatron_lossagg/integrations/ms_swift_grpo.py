@@ -44,8 +44,6 @@ from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["GRPOIntegration", "install"]
-
 _MODULE = "swift.megatron.trainers.grpo_trainer"
 _PER_SAMPLE, _PER_WIDTH = ("grpo", "sapo"), ("dr_grpo",)
 _PER_TOKEN = ("bnpo", "cispo", "dapo", "fipo")

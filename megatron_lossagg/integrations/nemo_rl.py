@@ -49,8 +49,6 @@ from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.totals import StepTotals
 
-__all__ = ["AggregatedLoss", "aggregated"]
-
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 _OF_A_SPLIT_STEP = {
     "token_mean": ("TOKEN_LEVEL", "TOKENS"),

@@ -21,8 +21,6 @@ from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["install"]
-
 _BACKEND = "primus.backends.megatron"
 _LOOP = "megatron.training.training"
 _EVALUATOR = f"{_BACKEND}.training.evaluator"

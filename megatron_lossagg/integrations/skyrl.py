@@ -54,8 +54,6 @@ from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["aggregated", "aggregated_sft", "check_config", "main"]
-
 _LINEAR = (
     *("regular", "dual_clip", "gspo", "cispo", "sapo"),
     *("importance_sampling", "dppo", "rollout_is"),

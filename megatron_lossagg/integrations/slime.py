@@ -49,8 +49,6 @@ from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["carry_weights", "check"]
-
 HOOKS = Hooks(
     name="slime",
     module="megatron_lossagg.integrations.slime",

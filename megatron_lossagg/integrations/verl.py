@@ -63,8 +63,6 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["SEQUENCE", "VENDOR", "LossMode", "with_plan"]
-
 VENDOR = "lossagg"
 """The value of ``VERL_ENGINE_VENDOR`` that selects the engine of this module."""
 

@@ -45,8 +45,6 @@ from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["FRAMEWORKS", "install"]
-
 
 class Reduction(NamedTuple):
     """A function that reduces per-token losses ``[b, s]``, or ``[T]`` with offsets."""

@@ -34,8 +34,6 @@ from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.weigh.compare import Weighed
 
-__all__ = ["install", "miles", "slime"]
-
 _MAKER = "get_sum_of_sample_mean"
 _LOADER = "load_function"
 

@@ -20,8 +20,6 @@ from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["Report", "ScriptWeighing", "install", "rebind_schedule"]
-
 _LOOP = "megatron.training.training"
 Report = Callable[[Weighed, int, str], None]
 """Gets a weighed step, its number, and the name of its term."""

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from megatron_lossagg.loop.probe import ProbeReport
     from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
-__all__ = ["LossAggregator"]
-
 
 class LossAggregator:
     """Trains one aggregation on one model; made once per run, on every rank.

@@ -35,8 +35,6 @@ from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import GATHERED_FLOATS, FloatsLike, Sequences
 
-__all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
-
 _DEFAULTS = Options()
 
 

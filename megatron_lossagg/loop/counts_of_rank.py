@@ -17,8 +17,6 @@ from megatron_lossagg.reduction.sequences import Sequences
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
 
-__all__ = ["plan_of_rank"]
-
 
 def plan_of_rank(
     run: LossAggregator,

@@ -33,8 +33,6 @@ from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import ID_KINDS
 
-__all__ = ["Deferred"]
-
 _SUMS = ("sample_sum", "constant")
 """Modes whose weights do not depend on which sequences are one sample, but for B."""
 

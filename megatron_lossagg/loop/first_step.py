@@ -17,8 +17,6 @@ from megatron_lossagg.reduction.faults import first_time
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.step_weights import StepWeights
 
-__all__ = ["FIRST_STEP_FILE", "record_first_step", "say_counted", "say_empty"]
-
 _Plan = TypeVar("_Plan", bound=StepWeights)
 
 FIRST_STEP_FILE = "LOSSAGG_FIRST_STEP_FILE"

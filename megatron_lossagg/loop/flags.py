@@ -18,8 +18,6 @@ from megatron_lossagg.reduction.custom import load_reducer_factory
 from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["add_loss_aggregation_args", "aggregation_from_args", "args_of"]
-
 
 def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group of flags and return the parser, as ``extra_args_provider`` wants it.

@@ -20,8 +20,6 @@ from megatron_lossagg.reduction.layout import Layout
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
 
-__all__ = ["FrameworkLoss", "Integration"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrameworkLoss:

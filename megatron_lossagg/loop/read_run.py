@@ -22,8 +22,6 @@ from megatron_lossagg.record.writer import RecordFile, opened_record
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["aggregation_of", "agree_further", "described", "read_run"]
-
 
 def read_run(
     chunks: Sequence[Any], aggregation: Aggregation, options: Options, *, counts_parts: bool

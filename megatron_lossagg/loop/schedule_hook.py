@@ -30,8 +30,6 @@ from megatron_lossagg.reduction.faults import Describe
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["ScheduleHook"]
-
 Schedule = Callable[..., Any]
 _HOOKED = "_lossagg_flag"
 """Attribute of a wrapped schedule: what asked for its hook."""

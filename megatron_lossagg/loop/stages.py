@@ -10,8 +10,6 @@ from megatron_lossagg.guards.agreement import said_if_waiting
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.exchange import Exchange
 
-__all__ = ["begun_together"]
-
 
 def begun_together(
     begin: Callable[[], Step], num_microbatches: int, groups: LiveGroups, *, forward_only: bool

@@ -41,9 +41,6 @@ from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["MicrobatchLoss", "Step"]
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from megatron_lossagg.record.step_record import StepRecord
 from megatron_lossagg.reduction.modes import CUSTOM
 
-__all__ = ["COMPARED", "RecordDiff", "compare_records", "compare_steps"]
-
 COMPARED = {
     "mode": "mode",
     "divisor": "divisor",

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.integers import Ints
     from megatron_lossagg.reduction.sequences import Floats
 
-__all__ = ["RecordError", "StepRecord", "hash_weights", "read_record"]
-
 
 class RecordError(LossAggregationError, ValueError):
     """A file that is no record of steps."""

@@ -30,9 +30,6 @@ from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["RecordFile", "StepRecorder", "opened_record"]
-
-
 _START = b'{"step": '
 
 

@@ -16,8 +16,6 @@ from megatron_lossagg.reduction.checks.aggregation import (
 from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count, Ids
 from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
 
-__all__ = ["Aggregation", "parsed_aggregation", "require_mask_count"]
-
 
 @dataclass(frozen=True)
 class Aggregation:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 
-__all__ = ["ALIASES", "Alias", "alias_of", "unknown_name"]
-
 _COMMON = {
     "seqmeantokenmean": "sample_mean",
     "seqmeantokensum": "sample_sum",

@@ -11,8 +11,6 @@ from megatron_lossagg.errors import PlanError
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.totals import StepTotals
 
-__all__ = ["Counted", "check_sample_count"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.exchange import Exchange
     from megatron_lossagg.reduction.one_process import OneProcess
 
-__all__ = ["count_step", "known_step"]
-
 _Numbers = TypeVar("_Numbers", Ints, Floats)
 
 

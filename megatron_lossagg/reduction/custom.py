@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.layout import Layout
     from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["ReducerContext", "ReducerFactory", "load_reducer_factory"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerContext:

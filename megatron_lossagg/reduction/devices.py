@@ -9,8 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["from_numpy", "moved"]
-
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; return the tensor itself if it is there already.

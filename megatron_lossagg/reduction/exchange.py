@@ -18,8 +18,6 @@ import torch.distributed as dist
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.integers import Ints
 
-__all__ = ["Exchange", "gather_counts"]
-
 _MESSAGE_BYTES = 2048
 
 

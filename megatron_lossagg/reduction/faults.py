@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "Describe",
-    "DescribeArrays",
-    "Faults",
-    "OnGuard",
-    "first_time",
-    "looks_again",
-    "warn_once",
-]
-
 Describe = Callable[[list[float]], str]
 """From a check's values to a message; empty if they are not a fault."""
 DescribeArrays = Callable[[list[npt.NDArray[Any]]], str]

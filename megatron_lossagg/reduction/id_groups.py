@@ -15,8 +15,6 @@ import numpy as np
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.sequences import Floats
 
-__all__ = ["IdGroups"]
-
 Numbers = TypeVar("Numbers", Ints, Floats)
 
 

@@ -18,16 +18,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Ints",
-    "IntsLike",
-    "checked_integers",
-    "first_few",
-    "is_integer",
-    "is_tensor",
-    "whole_numbers",
-]
-
 Ints = npt.NDArray[np.int64]
 IntsLike: TypeAlias = "Sequence[int] | Ints | Tensor"
 

@@ -34,8 +34,6 @@ from megatron_lossagg.reduction.integers import (
     checked_integers,
 )
 
-__all__ = ["Layout"]
-
 Split = Literal["zigzag", "contiguous"]
 
 

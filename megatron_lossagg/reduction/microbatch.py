@@ -33,8 +33,6 @@ from megatron_lossagg.reduction.segments import Segments, SegmentSums
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["Microbatch"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:

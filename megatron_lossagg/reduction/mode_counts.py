@@ -19,8 +19,6 @@ from megatron_lossagg.reduction.sequences import Floats
 from megatron_lossagg.reduction.step_table import StepTable
 from megatron_lossagg.reduction.totals import StepTotals
 
-__all__ = ["ModeCounts"]
-
 
 class ModeCounts:
     """The counts of one aggregation: a total that its mode needs and nobody knows raises.

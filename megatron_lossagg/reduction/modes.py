@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["COUNTS", "CUSTOM", "MODES", "OWN_WEIGHTS", "Count", "Ids", "Mode"]
-
 _DivisorRule = Literal["required", "optional", "none"]
 Count = Literal["mask", "weights"]
 Ids = Literal["prompt", "group"]

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from megatron_lossagg.reduction.integers import Ints
 
-__all__ = ["OneProcess"]
-
 
 class OneProcess:
     """What counting a step uses of an :class:`Exchange`, of this process only."""

@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation, parsed_aggregation
 
-__all__ = ["EmptyStep", "Guards", "Options", "SideLosses"]
-
 EmptyStep = Literal["zero", "error"]
 SideLosses = Literal["stock", "follow"]
 Guards = Literal["error", "warn"]

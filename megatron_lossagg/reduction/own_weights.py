@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     _Array = npt.NDArray[np.float64]
 
-__all__ = ["StepCounts", "WeightsFunction"]
-
 
 class StepCounts:
     """What a weights function is given: one step's counts, over all data-parallel ranks.

@@ -40,8 +40,6 @@ from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
 from megatron_lossagg.reduction.totals import StepTotals, WhichStep
 from megatron_lossagg.reduction.weights import check_agreement
 
-__all__ = ["StepPlan", "plan_step"]
-
 _DEFAULTS = Options()
 _NOTHING = Sequences(active_tokens=[]).checked()
 """What a rank with a fault brings to the gather."""

@@ -39,8 +39,6 @@ from megatron_lossagg.reduction.segments import held
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
 
-__all__ = ["Reducer"]
-
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer of as many bytes as a loss."""
 

@@ -22,14 +22,6 @@ from megatron_lossagg.reduction.integers import Ints, first_few
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.sequences import CheckedSequences
 
-__all__ = [
-    "PADDING",
-    "SegmentSums",
-    "Segments",
-    "held",
-    "held_sums",
-]
-
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
 

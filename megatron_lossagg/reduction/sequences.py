@@ -27,20 +27,6 @@ from megatron_lossagg.reduction.integers import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "GATHERED_FLOATS",
-    "ID_KINDS",
-    "MOST_TOKENS",
-    "CheckedSequences",
-    "Floats",
-    "FloatsLike",
-    "Ids",
-    "Kind",
-    "Sequences",
-    "check_sum",
-    "hashed",
-]
-
 Ids: TypeAlias = "IntsLike | Sequence[str] | npt.NDArray[np.str_]"
 Kind = Literal["sample", "prompt", "group"]
 Floats = npt.NDArray[np.float64]

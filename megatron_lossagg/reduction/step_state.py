@@ -15,8 +15,6 @@ from megatron_lossagg.reduction.faults import Faults
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["OnReduce", "StepState"]
-
 OnReduce = Callable[["Reducer", Tensor, Tensor], None]
 """Gets each call of a reducer of the running step: the reducer, its losses, the partial loss."""
 

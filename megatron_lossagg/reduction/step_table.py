@@ -16,8 +16,6 @@ from megatron_lossagg.reduction.id_groups import IdGroups
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.sequences import Floats, Kind
 
-__all__ = ["StepTable"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTable:

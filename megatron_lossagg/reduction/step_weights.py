@@ -25,8 +25,6 @@ from megatron_lossagg.reduction.sequences import CheckedSequences, Floats
 from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.reduction.weights import weight_sum, weights_of_all, weights_of_rank
 
-__all__ = ["StepWeights", "check_divisor", "warn_of_divisor"]
-
 _Weights = TypeVar("_Weights", bound="StepWeights")
 
 

@@ -14,8 +14,6 @@ from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.step_table import StepTable
 
-__all__ = ["StepTotals", "WhichStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:

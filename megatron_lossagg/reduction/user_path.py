@@ -7,8 +7,6 @@ from typing import Any
 
 from megatron_lossagg.errors import ReducerPathError
 
-__all__ = ["resolved"]
-
 
 def resolved(path: str, name: str, signature: str) -> Any:
     """Import the callable at ``pkg.mod:name`` or ``pkg.mod.name``.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.mode_counts import ModeCounts
     from megatron_lossagg.reduction.step_weights import StepWeights
 
-__all__ = ["check_agreement", "weight_sum", "weights_of_all", "weights_of_rank"]
-
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

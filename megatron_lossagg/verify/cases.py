@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 
     from megatron_lossagg.verify.reference_gradient import Reference
 
-__all__ = [
-    "BETA",
-    "CASES",
-    "MASK_CASES",
-    "OWN_CASES",
-    "WEIGHT_CASES",
-    "Case",
-    "Expected",
-    "as_reference",
-    "columns_of",
-    "expected",
-    "reference_options",
-]
-
 BETA = 0.3
 """Weight of a case's second term."""
 

@@ -21,17 +21,6 @@ from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment
 from megatron_lossagg.weigh.compare import equal_products
 
-__all__ = [
-    "CAUSES",
-    "EXPERTS_APART",
-    "FORWARD_ONLY",
-    "MASKED_LOSSES_REACH",
-    "Cause",
-    "Facts",
-    "Prediction",
-    "symbols",
-]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:

@@ -15,8 +15,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Fact", "environment", "gpu_variables", "megatron_core", "num_gpus"]
-
 _OPTIONAL = {
     "transformer-engine": "transformer_engine",
     "apex": "apex",  # NVIDIA's; an unrelated project on PyPI has its name

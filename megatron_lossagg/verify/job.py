@@ -24,8 +24,6 @@ from megatron_lossagg.cpu.launch import launch, run_alone
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = ["Event", "Job", "RanksTimedOut", "first_failure", "launched", "read_job", "write_job"]
-
 Event = dict[str, Any]
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 

@@ -39,8 +39,6 @@ from megatron_lossagg.verify.world import split_world
 from megatron_lossagg.weigh.compare import TOLERANCE, Weighed, equal_products
 from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["run_loss_job"]
-
 _BY_TOKEN, _BY_SAMPLE, _AS_IT_IS = "token_mean", "sample_mean", "weights"
 _SIGNATURE = "loss_func(microbatch, output)"
 

@@ -27,8 +27,6 @@ from megatron_lossagg.weigh.compare import TOLERANCE
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPLITS", "TIMEOUT", "LossCase", "LossCheck", "LossJob", "check_loss"]
-
 SPLITS: tuple[dict[str, Any], ...] = (
     {"microbatches": 3},
     {"microbatches": 1, "dp": 2},

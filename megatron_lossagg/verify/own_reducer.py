@@ -33,8 +33,6 @@ from megatron_lossagg.verify.reference_gradient import Reference
 if TYPE_CHECKING:
     from megatron_lossagg.verify.causes import Facts
 
-__all__ = ["NOT_ADDITIVE", "loss_of_parts", "loss_of_whole", "not_additive"]
-
 NOT_ADDITIVE = "not_additive"
 """Name of the cause."""
 

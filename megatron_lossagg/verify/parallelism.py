@@ -10,8 +10,6 @@ from typing import Any
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.step_data import VOCABULARY, contiguous, zigzag
 
-__all__ = ["WEIGHT_SUM_TOLERANCE", "ModelShape", "Parallelism", "standard"]
-
 WEIGHT_SUM_TOLERANCE = 1e-6
 """Largest relative error of the weight sum that passes: it is computed in float32."""
 

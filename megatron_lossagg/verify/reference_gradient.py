@@ -26,8 +26,6 @@ from torch import Tensor
 from megatron_lossagg.verify.parallelism import ModelShape
 from megatron_lossagg.verify.step_data import TrainingSequence, make_sequences, padding_sequence
 
-__all__ = ["Reference", "compute", "relative"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reference:

@@ -24,8 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StepSequence", "counts_of_one", "step_loss", "weight_sum"]
-
 StepSequence = dict[str, Any]
 
 

@@ -35,21 +35,6 @@ from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY, TrainingSequence, padding_sequence
 from megatron_lossagg.verify.world import device, dtype_of
 
-__all__ = [
-    "Batch",
-    "all_reported",
-    "config_of",
-    "forward",
-    "gather_gradients",
-    "pack",
-    "packed_at",
-    "reference_model",
-    "reported",
-    "run_schedule",
-    "token_losses",
-    "wrapped_chunks",
-]
-
 _SEED = 3
 _ROTARY_BASE = 10_000
 _LONGEST = 128

@@ -10,18 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-__all__ = [
-    "LENGTHS",
-    "VOCABULARY",
-    "Assignment",
-    "TrainingSequence",
-    "assign_sequences",
-    "contiguous",
-    "make_sequences",
-    "padding_sequence",
-    "zigzag",
-]
-
 VOCABULARY = 32
 """Token ids are below it."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["error_text", "number_of"]
-
 
 def number_of(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 case``, ``2 cases``, ``2 microbatches``."""

@@ -51,8 +51,6 @@ from megatron_lossagg.verify.world import device
 from megatron_lossagg.weigh.compare import RankWeights, WeighedSequence, whole
 from megatron_lossagg.weigh.weighing import Weighing
 
-__all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run"]
-
 WEIGHT_SUM, WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
 _REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)
 

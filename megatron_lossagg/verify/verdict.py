@@ -35,8 +35,6 @@ from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Meas
 from megatron_lossagg.verify.weights import weights_error
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
 
-__all__ = ["Verdict", "run_job"]
-
 _CLEARLY = 0.1
 """Two predictions that are nearer than this are one."""
 

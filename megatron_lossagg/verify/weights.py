@@ -11,8 +11,6 @@ from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.reference_gradient import relative
 from megatron_lossagg.weigh.compare import WeighedSequence
 
-__all__ = ["weights_error"]
-
 
 def weights_error(weighed: Sequence[WeighedSequence], facts: Facts, slope_Y: Tensor) -> float:
     """Return the largest relative error of a sequence's sum of weights.

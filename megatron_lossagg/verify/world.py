@@ -23,16 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = [
-    "World",
-    "destroy_groups",
-    "device",
-    "dtype_of",
-    "groups_over_hosts",
-    "join_world",
-    "split_world",
-]
-
 _SEED = 3
 """Of Megatron's random states."""
 

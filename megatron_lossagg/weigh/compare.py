@@ -17,16 +17,6 @@ import numpy as np
 
 from megatron_lossagg.reduction.modes import MODES
 
-__all__ = [
-    "Part",
-    "RankWeights",
-    "Weighed",
-    "WeighedSequence",
-    "compare",
-    "equal_products",
-    "whole",
-]
-
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
 TOLERANCE = 1e-4

@@ -27,8 +27,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 
-__all__ = ["MegatronRun", "Place", "Run", "TorchRun", "run_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

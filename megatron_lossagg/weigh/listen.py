@@ -7,8 +7,6 @@ from functools import partial
 
 from torch import Tensor
 
-__all__ = ["listen"]
-
 
 def listen(tensor: Tensor, arrived: list[Tensor]) -> bool:
     """Append to ``arrived`` a copy of each gradient that arrives at a tensor with a graph.

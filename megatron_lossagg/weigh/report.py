@@ -9,8 +9,6 @@ from typing import Any
 
 from megatron_lossagg.weigh.compare import Weighed, WeighedSequence
 
-__all__ = ["as_json", "text"]
-
 _MOST = 3
 
 

@@ -26,8 +26,6 @@ from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed
 from megatron_lossagg.weigh.factors import run_of
 from megatron_lossagg.weigh.listen import listen
 
-__all__ = ["LOSS", "Weighing"]
-
 LOSS = "loss"
 """The name of a loss of one term."""
 

@@ -8,8 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = ["LAYOUTS", "Case", "cases_of"]
-
 LAYOUTS = {
     "DP 2": Parallelism(dp=2, microbatches=2),
     "CP 2": Parallelism(cp=2, microbatches=2),

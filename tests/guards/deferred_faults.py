@@ -2,8 +2,6 @@
 
 from fault_row import Row
 
-__all__ = ["DEFERRED"]
-
 DEFERRED = [
     Row(
         "deferred",

@@ -7,8 +7,6 @@ from audit_cases import LAYOUTS as OF_TWO_RANKS
 
 from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = ["LAYOUTS", "Row"]
-
 LAYOUTS = {
     **OF_TWO_RANKS,
     "CP 2, M 3": Parallelism(cp=2, microbatches=3),

@@ -21,8 +21,6 @@ from benchmarks.rank_step import RankSequences, a_step, import_megatron, read
 from benchmarks.workloads import AGGREGATION
 from megatron_lossagg import plan_step
 
-__all__ = ["check_weights", "run_ranks"]
-
 STACK_BYTES = 2**20
 """Of a thread: 256 of the default size would be 2 GB of address space."""
 

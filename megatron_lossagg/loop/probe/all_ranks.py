@@ -17,8 +17,6 @@ import torch.distributed as dist
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.exchange import Exchange
 
-__all__ = ["PATIENCE", "NotMeasuredError", "part", "untouched"]
-
 PATIENCE = timedelta(seconds=60)
 """How long a rank that failed waits for the others to leave their collectives."""
 

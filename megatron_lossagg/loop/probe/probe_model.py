@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["build", "reduced_part"]
-
 _PIECE = 128  # elements of w per rank; Megatron pads a bucket to a multiple of it
 
 _PLAIN_CONFIG: Mapping[str, Any] = {

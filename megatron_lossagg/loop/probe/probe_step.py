@@ -27,8 +27,6 @@ from megatron_lossagg.reduction.totals import StepTotals
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
 
-__all__ = ["ProbeStep"]
-
 
 class ProbeStep:
     """The probe's step: its sizes, its values v(d, m), and its true gradient."""

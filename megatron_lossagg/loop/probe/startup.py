@@ -18,8 +18,6 @@ from megatron_lossagg.loop.probe.probe_step import ProbeStep
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
 
-__all__ = ["ProbeReport", "run_probe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:

@@ -9,8 +9,6 @@ from numbers import Real
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, Mode
 
-__all__ = ["check_count", "checked_divisor", "checked_exponent"]
-
 
 def checked_divisor(mode: Mode, divisor: float | None) -> float | None:
     """Return a mode's divisor: finite and above 0, and only if the mode has one."""

@@ -17,8 +17,6 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import CheckedSequences
 
-__all__ = ["checked_mask", "checked_sequences", "checked_weights"]
-
 _MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

@@ -15,8 +15,6 @@ from megatron_lossagg.reduction.id_groups import IdGroups
 from megatron_lossagg.reduction.integers import Ints, first_few
 from megatron_lossagg.reduction.sequences import Kind
 
-__all__ = ["check_ids"]
-
 
 def check_ids(
     table: Mapping[str, Ints],

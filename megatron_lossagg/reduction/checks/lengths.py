@@ -16,8 +16,6 @@ from megatron_lossagg.reduction.integers import (
     is_integer,
 )
 
-__all__ = ["batch_offsets", "check_cp", "check_lengths", "check_responses", "checked_offsets"]
-
 
 def checked_offsets(cu_seqlens_padded: IntsLike) -> tuple[Ints, Ints]:
     """Return ``cu_seqlens``, int64 ``[G1]``: from 0, never falling; and the lengths, ``[G]``."""

@@ -17,8 +17,6 @@ from megatron_lossagg.reduction.faults import Faults
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.segments import Segments
 
-__all__ = ["check_finite", "checked_losses", "checked_partial_loss"]
-
 _LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -23,8 +23,6 @@ from megatron_lossagg.reduction.segments import (
     held,
 )
 
-__all__ = ["check_mask", "first_of"]
-
 
 def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tensor, SegmentSums]:
     """Slice a mask and check it.

@@ -16,8 +16,6 @@ from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.faults import Faults
 from megatron_lossagg.reduction.segments import Segments
 
-__all__ = ["check_positions"]
-
 
 def check_positions(
     positions: Tensor, keep_T: Tensor, segments: Segments, num_past_end: int, faults: Faults

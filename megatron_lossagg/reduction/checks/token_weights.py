@@ -23,8 +23,6 @@ from megatron_lossagg.reduction.segments import (
     held,
 )
 
-__all__ = ["check_token_weights", "weight_slack"]
-
 _Sums = TypeVar("_Sums", Tensor, npt.NDArray[np.float64])
 
 

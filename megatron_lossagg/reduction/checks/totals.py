@@ -11,8 +11,6 @@ from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import looks_again
 from megatron_lossagg.reduction.totals import StepTotals
 
-__all__ = ["check_totals", "is_counted_all_the_same", "note_step_with_totals"]
-
 _steps: Counter[tuple[int, ...] | None] = Counter()
 """Steps that were planned with passed totals, of each group."""
 

@@ -33,8 +33,6 @@ from megatron_lossagg.verify.frameworks.drawn_step import (
 )
 from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
-__all__ = ["checks", "trained"]
-
 _ENGINE = "areal.engine.megatron_engine"
 _CLIP, _DUAL_CLIP = 0.2, 3.0
 _MICROBATCHES = 3

@@ -12,8 +12,6 @@ from types import ModuleType
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import HOOK, Check, check_hooked, loop_not_run
 
-__all__ = ["checks"]
-
 _MODULES = ("megatron.bridge.training.train", "megatron.bridge.training.eval")
 
 

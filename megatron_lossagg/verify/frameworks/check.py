@@ -19,28 +19,6 @@ from megatron_lossagg.verify.text import error_text, number_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "FAIL",
-    "HOOK",
-    "NOT_RUN",
-    "PASS",
-    "Check",
-    "Comparison",
-    "FrameworkError",
-    "NotRunError",
-    "Outcome",
-    "State",
-    "cells",
-    "check_hooked",
-    "compare",
-    "counted",
-    "ended_by",
-    "loop_not_run",
-    "none_ran",
-    "outcome_of",
-    "over",
-]
-
 State = Literal["PASS", "FAIL", "NOT RUN"]
 PASS: State = "PASS"
 FAIL: State = "FAIL"

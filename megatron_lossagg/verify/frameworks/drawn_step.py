@@ -26,17 +26,6 @@ from megatron_lossagg.verify.cases import MASK_CASES, reference_options
 from megatron_lossagg.verify.frameworks.check import Comparison, compare
 from megatron_lossagg.verify.step_data import VOCABULARY
 
-__all__ = [
-    "Drawn",
-    "Microbatch",
-    "PackedStep",
-    "Step",
-    "aggregations",
-    "aliases",
-    "draw",
-    "ppo_losses",
-]
-
 _SAMPLES, _PER_PROMPT, _SPLIT, _MASKED = 8, 2, (1, 6), (2, 4, 5)
 """Samples 4 and 5 are all of prompt 2."""
 _RANKS = (((4, 5, 6), (7, 8, 9)), ((10, 11, 0), (1, 2, 3)))

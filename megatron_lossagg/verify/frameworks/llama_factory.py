@@ -32,8 +32,6 @@ from megatron_lossagg.verify.frameworks.check import (
 )
 from megatron_lossagg.verify.frameworks.drawn_step import Step, aggregations
 
-__all__ = ["checks"]
-
 _MCA = "llamafactory.train.mca"
 _COLLATOR = f"{_MCA}.workflow._data_collator_wrapper"
 _IGNORED = -100

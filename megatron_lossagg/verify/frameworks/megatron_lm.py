@@ -25,8 +25,6 @@ from megatron_lossagg.verify.frameworks.check import (
 from megatron_lossagg.verify.frameworks.megatron_lm_rank import ScriptJob
 from megatron_lossagg.verify.job import Event, launched
 
-__all__ = ["MOCK", "OPTIONS", "checks"]
-
 _LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "DP 1": (1, ()),
     "DP 2": (2, ()),

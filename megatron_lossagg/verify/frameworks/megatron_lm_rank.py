@@ -26,8 +26,6 @@ from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.job import Event
 
-__all__ = ["ScriptJob", "compute_too", "wanted", "watch"]
-
 _Write = Callable[[Event], None]
 
 

@@ -18,8 +18,6 @@ from megatron_lossagg.verify.frameworks.slime_and_miles import (
     policy_loss_checks,
 )
 
-__all__ = ["checks", "take"]
-
 _LOSS = "miles.backends.training_utils.loss.loss_function"
 
 

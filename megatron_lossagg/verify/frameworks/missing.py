@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Placeholders", "install_line", "missing_modules"]
-
 _MOST = 200
 """Modules that are looked for: an import that never ends would be a fault here."""
 _DISTRIBUTIONS = {

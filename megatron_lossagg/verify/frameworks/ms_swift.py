@@ -32,8 +32,6 @@ from megatron_lossagg.verify.frameworks.check import (
 from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
 from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
-__all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses", "taken_apart"]
-
 _BASE = "swift.megatron.trainers.base"
 _SFT = "swift.megatron.trainers.trainer.MegatronTrainer"
 _GRPO = "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"

@@ -21,8 +21,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison
 from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, ppo_losses
 
-__all__ = ["CLIP", "DUAL_CLIP", "VALUE_CLIP", "checks", "compared", "losses_of"]
-
 _LOSSES = "nemo_rl.algorithms.loss.loss_functions"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 CLIP, DUAL_CLIP, VALUE_CLIP = 0.2, 3.0, 0.3

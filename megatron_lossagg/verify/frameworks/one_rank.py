@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["one_rank"]
-
 
 @contextmanager
 def one_rank(*, dp_size: int = 1) -> Iterator[None]:

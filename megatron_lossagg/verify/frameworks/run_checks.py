@@ -23,8 +23,6 @@ from megatron_lossagg.verify.frameworks.check import (
 )
 from megatron_lossagg.verify.job import Event, launched
 
-__all__ = ["DEFAULT", "TIMEOUT", "FrameworkJob", "checks_of", "run_framework"]
-
 DEFAULT = Aggregation("sample_mean")
 """What a framework that is run as a whole trains, if no aggregation is configured."""
 TIMEOUT = 600.0

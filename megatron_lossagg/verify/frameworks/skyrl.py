@@ -21,16 +21,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison
 from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
 
-__all__ = [
-    "ALIASES",
-    "DIVISOR",
-    "batch",
-    "checks",
-    "prompt_boundaries",
-    "sft_batch",
-    "trainer",
-]
-
 DIVISOR = 9.0
 """``max_seq_len`` of the drawn step."""
 ALIASES = aliases("skyrl", divisor=DIVISOR)

@@ -18,8 +18,6 @@ from megatron_lossagg.verify.frameworks.slime_and_miles import (
     policy_loss_checks,
 )
 
-__all__ = ["checks"]
-
 _LOSS = "slime.backends.megatron_utils.loss.loss_function"
 
 

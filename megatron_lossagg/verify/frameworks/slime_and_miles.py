@@ -33,15 +33,6 @@ from megatron_lossagg.verify.frameworks.check import (
 )
 from megatron_lossagg.verify.frameworks.drawn_step import Drawn, PackedStep, aggregations
 
-__all__ = [
-    "args_with_weights",
-    "arguments",
-    "join_alone",
-    "make_samples",
-    "parsed",
-    "policy_loss_checks",
-]
-
 _CONSTANT = Aggregation("constant", divisor=40.0)
 _CLIP = 0.2
 _FLOAT32 = 1e-5

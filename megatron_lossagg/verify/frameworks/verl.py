@@ -25,16 +25,6 @@ from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import Check, Comparison
 from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
-__all__ = [
-    "ALIASES",
-    "DIVISOR",
-    "actor_config",
-    "asked",
-    "checks",
-    "run_loss",
-    "run_microbatch",
-]
-
 DIVISOR = 8.0
 """``loss_scale_factor`` of the drawn step."""
 ALIASES = aliases("verl", divisor=DIVISOR)
