@@ -56,7 +56,7 @@ def checked_integers(
     2^63 - 1, and for a length other than ``length``. A CUDA tensor costs one host sync.
     """
     if is_tensor(values):
-        values = values.numpy(force=True)
+        values = values.detach().cpu().numpy()
     elif isinstance(values, Iterator):
         values = list(values)
     try:
