@@ -149,4 +149,4 @@ def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def _widened(value: Tensor) -> Tensor:
-    return value.float() if value.dtype.itemsize < 4 else value
+    return value if value.is_floating_point() and value.dtype.itemsize >= 4 else value.float()

@@ -73,7 +73,7 @@ def checked_integers(
         raise error(f"{name}: got {got}, expected {expected}")
     if length is not None and len(array) != length:
         raise error(f"{name}: got {len(array)} entries, expected {length}, one per sequence")
-    if array.dtype == np.uint64 and len(array) and array.max() > _LARGEST:
+    if array.dtype.kind == "u" and len(array) and array.max() > _LARGEST:
         raise error(f"{name}: got {array.max()}, the largest is 2^63 - 1")
     if lowest is not None and len(array) and array.min() < lowest:
         raise error(

@@ -28,7 +28,7 @@ from megatron_lossagg.reduction.checks.token_weights import check_token_weights
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.segments import Segments, SegmentSums
+from megatron_lossagg.reduction.segments import PADDING, Segments, SegmentSums
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
@@ -136,9 +136,11 @@ class Microbatch:
         self, weight_S1: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         keep_T, layout = self.keep_on(device), self.segments.layout
-        weight_G = weight_S1[self.segments.sequences]
-        weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
-        if len(weight_G) and weight_G.min() == weight_G.max():
-            return torch.mul(keep_T, torch.from_numpy(weight_G[0, ...]))
+        sequences_G, counted_G = self.segments.sequences, self.segments.counted
+        weight_G = weight_S1[sequences_G].astype(str(dtype).removeprefix("torch."))
+        values = weight_G[counted_G > 0]  # what weighs nothing may be kept
+        if len(values) and values.min() == values.max() and PADDING not in sequences_G:
+            # Sequences without tokens train nothing, so one weight serves for all that is kept.
+            return torch.mul(keep_T, torch.from_numpy(values[0, ...]))
         weight_T = np.repeat(weight_G[layout.segment_R], layout.length_R)
         return from_numpy(weight_T, device).mul_(keep_T)

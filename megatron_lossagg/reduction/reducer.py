@@ -44,7 +44,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _MaskedSum(torch.autograd.Function):
-    """sum_t w_t x_t over the kept tokens: ``kept_T`` is x with 0 where w is 0.
+    """sum_t w_t x_t over the kept tokens: ``kept_T`` is x with 0 where the mask is.
 
     The gradient is w itself, which is 0 where a token is not kept: the backward pass is one
     product.

@@ -51,7 +51,9 @@ class StepWeights:
     @cached_property
     def active_tokens_S1(self) -> Ints:
         """:attr:`active_tokens` and a 0: what a padding sequence has, which is -1."""
-        return np.append(self.active_tokens, 0)
+        counted_S1 = np.append(self.active_tokens, 0)
+        counted_S1.flags.writeable = False
+        return counted_S1
 
     @property
     def counted(self) -> Counted:
@@ -121,7 +123,9 @@ class StepWeights:
     @cached_property
     def weight_S1(self) -> Floats:
         """:attr:`weight_S` and a 0, likewise."""
-        return np.append(self.weight_S, 0.0)
+        weight_S1 = np.append(self.weight_S, 0.0)
+        weight_S1.flags.writeable = False
+        return weight_S1
 
     @cached_property
     def weight_A(self) -> Floats:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.counting import counted
 from benchmarks.workloads import AGGREGATION, CP_SIZES, TOKEN_MEAN, Workload
-from megatron_lossagg import Aggregation
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.guards.trained_tokens import TrainedTokens
 
 SEQUENCES = (1, 64, 4096)
@@ -123,6 +123,19 @@ def test_building_moves_few_bytes_per_mask_position(mode, device, cp_size, mask)
     workload = of_sequences(64, mean_tokens=1024, cp_size=cp_size)
     build, _, _ = of_a_call(workload, device, MASK_TYPES[mask], Aggregation(mode))
     assert build.bytes <= 38 * len(workload.mask_P)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_one_weight_for_all_makes_nothing_per_token_but_the_weights(empty):
+    """Next to a fully masked sequence too: 1 byte of the mask is read, 4 are written."""
+    offsets = torch.arange(65) * 1024
+    layout, mask_P = Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0), torch.ones(65536).bool()
+    mask_P[: empty * 1024] = False
+    sequences = Sequences(active_tokens=[1024 * (n >= empty) for n in range(64)])
+    reducer = plan_step(TOKEN_MEAN, sequences).reducer(range(64), mask_P.to("meta"), layout)
+    with counted() as made:
+        reducer.weights(torch.float32, torch.device("meta"))
+    assert made.bytes <= (5 + SLACK_BYTES) * layout.num_local_tokens
 
 
 def test_four_bytes_per_token_are_held_for_the_backward_of_all_losses_of_one_aggregation():

@@ -25,6 +25,7 @@ BAD = {
     "strings": ["3"],
     "a tensor with a gradient": torch.ones(2, requires_grad=True),
     "beyond int64": np.array([2**63], dtype=np.uint64),
+    "beyond int64, in the other byte order": np.array([2**64 - 1, 7], dtype=">u8"),
     "beyond every integer type": [2**70],
 }
 
