@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lossagg.guards.loss_graph import divisors_of
+from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
 
 MASK = torch.tensor([[1.0, 1, 1, 0], [1, 1, 0, 0]])
 N = MASK.sum()
@@ -25,3 +25,21 @@ def test_only_a_loss_per_token_counts_as_divided(name):
     loss, is_divided = LOSSES[name]
     divisors = divisors_of(loss(torch.rand(2, 4, requires_grad=True)))
     assert (5 in [float(one) for one in divisors]) == is_divided
+
+
+def test_what_a_hook_has_packed_is_not_unpacked():
+    """Of a checkpoint it would run the model again, of an offload it may free what is saved."""
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
+        losses = torch.rand(2, 4, requires_grad=True) * MASK / N
+    assert divisors_of(losses) == []
+    assert [kind for kind, _ in nodes_of(losses, by_numbers=True)] == ["Div"]
+    assert unpacked == []
+
+
+def test_a_graph_whose_buffers_are_freed_has_no_divisors():
+    leaf = torch.rand(2, 4, requires_grad=True)
+    losses = leaf * MASK / N
+    losses.sum().backward()
+    assert divisors_of(losses) == []
+    assert [kind for kind, _ in nodes_of(losses, by_numbers=True)] == ["Div"]
