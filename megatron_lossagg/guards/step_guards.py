@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,15 @@ from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 
 _EVENTS = ("on_microbatch", "on_reduce", "on_first_outputs", "on_outputs", "on_finalize")
+_KIND = 40
+"""Letters by which a fault is told from others of its guard: its numbers may change."""
 
 
 class StepGuards:
     """The guards of a step, each told of the events whose method it overrides.
 
     It keeps the step's facts, and not the step. ``only_warns``: what a guard finds is warned of
-    once in a process and noted, and the step goes on; else it is raised.
+    once in a process for each kind of fault, and noted, and the step goes on; else it is raised.
     """
 
     def __init__(self, guards: Sequence[Guard], facts: StepFacts, *, only_warns: bool) -> None:
@@ -63,7 +66,8 @@ class StepGuards:
 
     def _warn(self, guard: str, fault: str) -> None:
         self._warned.add(guard)
-        warn_once(f"guard {guard}", f"{guard}: {fault} (--loss-aggregation-guards warn)")
+        kind = re.sub("[^a-z_]+", " ", fault)[:_KIND]
+        warn_once(f"guard {guard}: {kind}", f"{guard}: {fault} (--loss-aggregation-guards warn)")
 
 
 def _heard(guards: Sequence[Guard], event: str) -> list[tuple[Guard, Callable[..., None]]]:

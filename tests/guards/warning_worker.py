@@ -25,11 +25,14 @@ OTHERS = ("a rank that failed by itself", "a custom reducer through numpy", "dro
 """Programs with an aggregator of their own, or with a second fault."""
 
 
+OF_ONE_GUARD = ("two schedule calls", "another model's schedule")
+"""Two kinds of fault that one guard finds."""
+
+
 def check(row):
     training = Training(LAYOUTS[row.layout], per_token=row.per_token)
     options = Options(probe=False, guards="warn")
     training.aggregator = LossAggregator(training.chunks, "sample_mean", options=options)
-    faults._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         error = LossAggregationError if row.guard == "Split" else STAYS.get(row.fault)
@@ -50,7 +53,12 @@ def main():
     for layout, rows in itertools.groupby(in_order, lambda row: row.layout):
         with split_world(LAYOUTS[layout]):
             for row in rows:
+                faults._warned.clear()
                 each_told(str(row), functools.partial(check, row))
+    faults._warned.clear()  # and not between them
+    for row in [row for row in kept if row.fault in OF_ONE_GUARD]:
+        with split_world(LAYOUTS[row.layout]):
+            each_told(f"{row}, next to others", functools.partial(check, row))
 
 
 if __name__ == "__main__":
