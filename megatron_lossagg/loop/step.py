@@ -216,10 +216,13 @@ class Step:
         guards = StepGuards(found, facts, only_warns=kind == "warn")
         facts.plan.state.begin(_untraced(partial(guards.tell, "on_reduce")))
         if kind is not None and not self.forward_only:
-            self._finalize = FinalizeHook(facts.config, partial(guards.tell, "on_finalize"))
-            # A step that is given up without its end is collected.
-            weakref.finalize(self, self._finalize.end)
+            self._listen_to_finalize(partial(guards.tell, "on_finalize"))
         return guards
+
+    def _listen_to_finalize(self, hears: Callable[[Tensor | None], None]) -> None:
+        self._finalize = FinalizeHook(self._facts.config, hears)
+        # A step that is given up without its end is collected.
+        weakref.finalize(self, self._finalize.end)
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -345,7 +348,7 @@ class Step:
     def _detached(self, loss: Tensor) -> Tensor:
         """Detach an evaluation's loss; a schedule that trains it is refused when it finalizes."""
         if self._finalize is None:
-            self._finalize = FinalizeHook(self._facts.config, refuse_training)
+            self._listen_to_finalize(refuse_training)
         return without_gradient(loss)
 
     def finish(self) -> None:

@@ -39,6 +39,7 @@ from megatron.core.rerun_state_machine import (
 from megatron_lossagg import (
     Aggregation,
 )
+from megatron_lossagg.contract.finalize import hook_of
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.loop.buffer import StepBuffer
 from megatron_lossagg.record.step_record import read_record
@@ -262,6 +263,19 @@ def check_a_rank_without_counts_does_not_leave_the_others_waiting(chunk, aggrega
         aggregator.step(**counts, num_microbatches=2)
     with refused("got no counts on the last pipeline stage"):
         aggregator.begin(None, num_microbatches=2)
+
+
+def check_an_evaluation_that_is_given_up_leaves_the_finalize_function(chunk, aggregator):
+    """It may have listened there, for a schedule that trains it."""
+    gc.collect()  # steps of other checks that were given up
+    step = a_step(made([chunk]), forward_only=True)
+    mb = a_microbatch(step, [0, 1])
+    loss = partial_loss_of(mb)  # with a gradient
+    mb.outputs(loss)
+    assert hook_of(chunk.config.finalize_model_grads_func) is not None
+    del mb, step, loss
+    gc.collect()
+    assert hook_of(chunk.config.finalize_model_grads_func) is None
 
 
 def check_a_run_begins_with_its_aggregator_and_has_its_first_steps_memory_looked_at(
