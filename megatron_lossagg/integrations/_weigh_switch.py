@@ -15,7 +15,7 @@ WEIGH = "LOSSAGG_WEIGH"
 
 def is_asked() -> bool:
     """Whether this process was asked to weigh."""
-    return bool(os.environ.get(WEIGH))
+    return os.environ.get(WEIGH, "0") not in ("", "0")
 
 
 def variables() -> dict[str, str]:

@@ -11,6 +11,15 @@ import pytest
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import weigh_rl
+from megatron_lossagg.integrations._weigh_switch import WEIGH, is_asked
+
+
+@pytest.mark.parametrize(("value", "asks"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_the_environment_asks_by_a_value_other_than_0(monkeypatch, value, asks):
+    monkeypatch.delenv(WEIGH, raising=False)
+    if value is not None:
+        monkeypatch.setenv(WEIGH, value)
+    assert is_asked() == asks
 
 
 def test_a_framework_that_is_not_in_the_table_is_refused():
