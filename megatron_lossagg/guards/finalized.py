@@ -34,6 +34,8 @@ class Finalized(Guard):
         "that loss_func changed or dropped, two schedule calls in one step, two steps at once"
     )
 
+    costs = "per-token: a copy of num_tokens, read when the step ends"
+
     def __init__(self, own: Any, *, is_needed: bool) -> None:
         self._own = own
         self._is_needed = is_needed

@@ -147,7 +147,7 @@ class Outcome(Guard):
         "mb.reduce; where the model returns a loss per token, those divided by M, DP, CP or N, or "
         "partly detached"
     )
-    costs = "in these steps 9 bytes for each token of the step, until it ends, and a pass over them"
+    costs = "in these steps 9 bytes for each token of the step, until it ends, and passes over them"
 
     def __init__(self, step: StepFacts) -> None:
         self._listener = _Listener()

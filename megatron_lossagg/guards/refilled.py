@@ -60,7 +60,8 @@ class _Noted(NamedTuple):
 class KeptObjects:
     """The arrays to which a step's microbatches refer and that were not copied.
 
-    Looks in steps 1, 2, 4, ..., 64, 128, ... of the run at each object and array once, and once
+    Looks in steps 1, 2, 4, ..., 64, 128, ... of the run (without numbers: of those that the process
+    read since its latest aggregator was made) at each object and array once, and once
     more at the same arrays when the step is read. A table that all microbatches share is right, and
     so is an array that was replaced; only one that was written is not. Not looked at: one number,
     such as a counter; memory that the microbatches hold themselves, and so have a copy of; sources,

@@ -50,8 +50,9 @@ class FrameworkLoss:
     """The framework's own loss, 0-dim, if it should be the sum of ``losses`` times ``mask``.
 
     It is compared with that in each training microbatch by value, and in steps 1, 2, 4, ..., 64,
-    128, ... by the gradient at the model's output, so that no term is lost. None: neither is
-    compared. In these steps a loss that reaches a parameter without the output is refused too.
+    128, ... and the first with an M by the gradient at the model's output, so that no term is lost.
+    None: neither is compared. In these steps a loss that reaches a parameter without the output is
+    refused too.
     """
     to_check: tuple[list[Tensor], Describe] | None = None
     """0-dim results of a check of the integration's own, on the device, and what they mean.

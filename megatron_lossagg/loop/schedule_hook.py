@@ -88,6 +88,7 @@ class ScheduleHook:
         """Made by the first call; None before."""
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced or shadowed, training and evaluation."""
+        self._num_evaluations = 0
         self.is_found = False
         """Whether the framework's loop has asked for its schedule."""
         self.k = 1
@@ -145,6 +146,8 @@ class ScheduleHook:
         num_microbatches = call["num_microbatches"]
         aggregator = self._of_model(call["model"], forward_only)
         self.num_steps += 1
+        self._num_evaluations += forward_only
+        of_kind = self._num_evaluations if forward_only else self.num_steps - self._num_evaluations
         iterators = call["data_iterator"]
         is_list = isinstance(iterators, (list, tuple))
         chunks = [*iterators] if is_list else [iterators]
@@ -156,7 +159,7 @@ class ScheduleHook:
         def plan() -> StepPlan:
             nonlocal buffer
             source = _InLockstep(chunks) if reads else None
-            buffer = StepBuffer(source, num_microbatches, step_number=self.num_steps)
+            buffer = StepBuffer(source, num_microbatches, step_number=of_kind)
             return buffer.plan(
                 self._planned,
                 lambda data: self.integration.sequences(data[-1]),

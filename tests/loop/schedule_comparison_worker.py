@@ -23,6 +23,7 @@ from hooked_loop import (
     with_loss,
 )
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.counting import counted
 from megatron_lossagg.errors import PlanError, ReducerError
@@ -44,6 +45,13 @@ def changed(change):
     return with_loss(lambda mask: functools.partial(changed_loss, mask))
 
 
+def refilling():
+    ids = torch.zeros(64)  # more than the tokens of a microbatch
+    for number, data in enumerate(batches(0)):
+        ids.fill_(number)
+        yield {**data, "more": SimpleNamespace(held=SimpleNamespace(ids=[ids]))}
+
+
 def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(chunk, stock):
     masked = batches(0)
     masked[0]["loss_mask"].zero_()
@@ -54,6 +62,25 @@ def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(c
             ReducerError, f"microbatch {of} of rank {dist.get_rank()}: the script", "not known"
         ):
             run(a_hook().wrap(stock), chunk, data, forward_step_func=step)
+
+
+def check_a_loss_behind_a_reentrant_checkpoint_trains(chunk, stock):
+    """It lets no one ask for gradients, so that values alone are compared."""
+
+    def checkpointed(mask, output):
+        return framework_loss(mask, checkpoint(torch.abs, output, use_reentrant=True))
+
+    step = with_loss(lambda mask: functools.partial(checkpointed, mask))
+    run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_memory_that_is_refilled_is_found_between_evaluations(chunk, stock):
+    """Which do not count: training step 2 is looked at, and the third call is not."""
+    schedule = a_hook().wrap(stock)
+    run(schedule, chunk, batches(0))
+    run(schedule, chunk, batches(0), forward_only=True)
+    with refused(PlanError, "ids[0] of microbatch 0 was filled again after it was read"):
+        run(schedule, chunk, refilling())
 
 
 def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(chunk, stock):
@@ -262,13 +289,6 @@ def check_graph_and_gradient_are_compared_in_steps_1_2_4_and_8(chunk, stock):
 
 def check_each_run_of_a_process_has_its_memory_looked_at_from_its_first_step(chunk, stock):
     """Of three in a row, for a count of the process's steps may be a power of two by chance."""
-
-    def refilling():
-        ids = torch.zeros(64)  # more than the tokens of a microbatch
-        for number, data in enumerate(batches(0)):
-            ids.fill_(number)
-            yield {**data, "more": SimpleNamespace(held=SimpleNamespace(ids=[ids]))}
-
     for _ in range(3):
         with refused(PlanError, "ids[0] of microbatch 0 was filled again after it was read"):
             run(a_hook().wrap(stock), chunk, refilling())
