@@ -89,7 +89,7 @@ class LiveGroups:
                 cp_group=None,
                 cp_size=1,
                 cp_rank=0,
-                split="zigzag",
+                split=_split(first.config, groups.dp_cp_size),
                 is_dynamic=True,
             )
         return groups

@@ -101,7 +101,7 @@ class _Listening:
         self._forward_step = forward_step
         self._model = unwrapped(chunk)
         self._has_losses = LiveGroups.of([chunk]).is_last_stage
-        self._offsets: Any = None
+        self._packs: dict[str, Any] = {}
 
     def __enter__(self) -> None:
         self._handle = self._model.register_forward_pre_hook(self._notes, with_kwargs=True)
@@ -111,16 +111,17 @@ class _Listening:
 
     def _notes(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         packed = [value for value in (*args, *kwargs.values()) if hasattr(value, "cu_seqlens_q")]
-        self._offsets = None
+        self._packs = {}
         for params in packed:
             padded = getattr(params, "cu_seqlens_q_padded", None)
-            self._offsets = params.cu_seqlens_q if padded is None else padded
+            offsets = params.cu_seqlens_q if padded is None else padded
+            self._packs = {"cu_seqlens": offsets, "cp_group": getattr(params, "cp_group", None)}
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
         # Of an interleaved pipeline only the last chunk of the last stage has losses.
         if self._has_losses and unwrapped(model) is self._model:
-            output = self._weighing.losses(output, cu_seqlens=self._offsets)
+            output = self._weighing.losses(output, **self._packs)
         return output, loss_func
 
 

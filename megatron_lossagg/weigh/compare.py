@@ -24,9 +24,11 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one rank holds of one sequence of a microbatch; weights are a_t."""
+class WeighedSequence:
+    """One sequence, whole over its context-parallel ranks; weights are a_t."""
 
+    dp_rank: int
+    """With dynamic context parallelism: the first rank of its microbatch's group."""
     microbatch: int
     sequence: int
     """Its segment in the microbatch."""
@@ -39,11 +41,16 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part(WeighedSequence):
+    """What one rank holds of one sequence of a microbatch."""
+
+    cp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankWeights:
     """The weights of one rank; ``sizes``: M, DP, CP, TP and PP."""
 
-    dp_rank: int
-    cp_rank: int
     sizes: Mapping[str, int]
     parts: Sequence[Part]
     num_tokens: float | None
@@ -55,13 +62,6 @@ class RankWeights:
     """Whether this rank's tokens count: last pipeline stage, first tensor-parallel rank."""
     tolerance: float
     """Relative: how far apart weights may be that are one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeighedSequence(Part):
-    """One sequence, whole over its context-parallel ranks."""
-
-    dp_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
     parts: dict[tuple[int, int, int], list[Part]] = {}
     for rank in (rank for rank in ranks if rank.counts):
         for part in rank.parts:
-            key = (rank.dp_rank, part.microbatch, part.sequence)
+            key = (part.dp_rank, part.microbatch, part.sequence)
             parts.setdefault(key, []).append(part)
     return [
         WeighedSequence(
@@ -294,33 +294,33 @@ def _causes(
 _Place = tuple[int, ...]
 
 
-def _microbatch(rank: RankWeights, part: Part) -> _Place:
-    return rank.dp_rank, part.microbatch
+def _microbatch(part: Part) -> _Place:
+    return part.dp_rank, part.microbatch
 
 
-def _microbatch_here(rank: RankWeights, part: Part) -> _Place:
-    return rank.dp_rank, part.microbatch, rank.cp_rank
+def _microbatch_here(part: Part) -> _Place:
+    return part.dp_rank, part.microbatch, part.cp_rank
 
 
-def _microbatch_of_all(rank: RankWeights, part: Part) -> _Place:
+def _microbatch_of_all(part: Part) -> _Place:
     return (part.microbatch,)
 
 
-def _data_parallel_rank(rank: RankWeights, part: Part) -> _Place:
-    return (rank.dp_rank,)
+def _data_parallel_rank(part: Part) -> _Place:
+    return (part.dp_rank,)
 
 
 def _placed(
-    ranks: Sequence[RankWeights], place_of: Callable[[RankWeights, Part], _Place]
+    ranks: Sequence[RankWeights], place_of: Callable[[Part], _Place]
 ) -> Iterator[tuple[_Place, _Place, Part]]:
     """List each part with the place of its mean, and its sequence."""
     for rank in ranks:
         for part in rank.parts:
-            yield place_of(rank, part), (rank.dp_rank, part.microbatch, part.sequence), part
+            yield place_of(part), (part.dp_rank, part.microbatch, part.sequence), part
 
 
 def _counts_of_means(
-    ranks: Sequence[RankWeights], place_of: Callable[[RankWeights, Part], _Place], of: str
+    ranks: Sequence[RankWeights], place_of: Callable[[Part], _Place], of: str
 ) -> dict[tuple[_Place, _Place], int]:
     """Count, for each sequence in each place, what one mean there divides its token by.
 

@@ -12,12 +12,14 @@ Sources: ``DistributedDataParallel.__init__`` and ``MegatronOptimizer.scale_loss
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lossagg.contract.finalize import FinalizeHook
@@ -54,6 +56,9 @@ class Run(Protocol):
     def factor(self) -> float:
         """Return f on this rank but for ``/ num_tokens``; waits for the device."""
 
+    def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
+        """Return the run with this rank's place in a microbatch, and its layout."""
+
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
         """Return whose tokens this rank's losses of a microbatch are."""
 
@@ -62,13 +67,19 @@ class MegatronRun:
     """A run of model chunks in Megatron's DistributedDataParallel.
 
     Raises :class:`ContractError` for an option that changes which rank holds a token, such as
-    dynamic context parallelism.
+    hybrid context parallelism.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.chunks = chunks
         config = chunks[0].config
-        check_options("model config", config, cp_size=config.context_parallel_size, only_moves=True)
+        check_options(
+            "model config",
+            config,
+            cp_size=config.context_parallel_size,
+            counts_parts=True,
+            only_moves=True,
+        )
         self.groups = groups = LiveGroups.of(chunks)
         self.place = Place(
             dp_rank=dist.get_rank(groups.dp_group),
@@ -113,6 +124,25 @@ class MegatronRun:
                 factor /= size
         return factor if self._scale is None else factor / float(self._scale)
 
+    def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
+        """Return this run, but with dynamic context parallelism, whose microbatches have groups.
+
+        Its ``dp_rank`` is then of the group's first rank, over data- and context-parallel ranks.
+        """
+        if not self.groups.is_dynamic:
+            return self
+        if cp_group is None:
+            raise ContractError(
+                "got losses without a cp_group in a run with dynamic_context_parallel, expected "
+                "the microbatch's own: pass packed_seq_params.cp_group, or drop the option"
+            )
+        run, cp_rank = copy(self), dist.get_rank(cp_group)
+        size, first = dist.get_world_size(cp_group), dist.get_global_rank(cp_group, 0)
+        run.groups = replace(self.groups, cp_group=cp_group, cp_size=size, cp_rank=cp_rank)
+        dp_rank = dist.get_group_rank(self.groups.dp_cp_group, first)
+        run.place = replace(self.place, dp_rank=dp_rank, cp_rank=cp_rank)
+        return run
+
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
         """Return the layout of packed sequences, or of a batch whose entries are sequences."""
         groups = self.groups
@@ -145,6 +175,10 @@ class TorchRun:
     def factor(self) -> float:
         """Return one over the size of the group."""
         return 1 / self._size
+
+    def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
+        """Return this run."""
+        return self
 
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
         """Return the layout of packed sequences, or of a batch whose entries are sequences."""

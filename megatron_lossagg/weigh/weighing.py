@@ -19,11 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, LossAggregationError, message_of
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
-from megatron_lossagg.weigh.factors import run_of
+from megatron_lossagg.weigh.factors import Place, run_of
 from megatron_lossagg.weigh.listen import listen
 
 LOSS = "loss"
@@ -41,6 +42,7 @@ class _Call:
     lengths: Sequence[int] | None
     mask: Tensor | None
     names: Sequence[str] | None = None
+    cp_group: ProcessGroup | None = None
     first: int = 0
     """Of its microbatch, the number of its first sequence."""
     arrived: list[Tensor] = field(default_factory=list)
@@ -105,6 +107,7 @@ class Weighing:
         term: str = LOSS,
         names: Sequence[str] | None = None,
         microbatch: int | None = None,
+        cp_group: ProcessGroup | None = None,
     ) -> Tensor:
         """Return a microbatch's per-token losses; the loss is computed from what is returned.
 
@@ -115,7 +118,8 @@ class Weighing:
         rank holds, in order. ``term``: the name of a term of the loss, which is weighed by itself.
         Call it once per microbatch and term, in their order. ``names``: what the report calls the
         sequences. ``microbatch``: its number, from 0, for a loss that is computed in pieces or not
-        at all: each call for one has more of its sequences, told by ``lengths``.
+        at all: each call for one has more of its sequences, told by ``lengths``. ``cp_group``: with
+        dynamic context parallelism, the microbatch's own group, whose ranks hold its sequences.
         """
         if not isinstance(losses, Tensor) or losses.dim() > 2 or not losses.is_floating_point():
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -136,7 +140,7 @@ class Weighing:
         microbatches += [[] for _ in range(len(microbatches), most)]
         calls = microbatches[-1 if microbatch is None else microbatch]
         first = sum(len(call.lengths or ()) for call in calls)
-        heard = _Call(tuple(losses.shape), eps, cu_seqlens, lengths, mask, names, first)
+        heard = _Call(tuple(losses.shape), eps, cu_seqlens, lengths, mask, names, cp_group, first)
         calls.append(heard)
         if not losses.requires_grad:
             return losses
@@ -193,8 +197,6 @@ class Weighing:
         every = [one for microbatches in self._terms.values() for one in chain(*microbatches)]
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
         return RankWeights(
-            dp_rank=place.dp_rank,
-            cp_rank=place.cp_rank,
             sizes={"M": self._num_microbatches or max(calls, default=0), **place.sizes},
             parts=self._parts_of(term),
             num_tokens=num_tokens if place.counts else 0,
@@ -229,12 +231,12 @@ class Weighing:
 
     def _parts(self, index: int, heard: _Call, factor: float) -> list[Part]:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
-        num_tokens = int(np.prod(heard.shape))
+        num_tokens, run = int(np.prod(heard.shape)), self.run.of_microbatch(heard.cp_group)
         if heard.lengths is not None:
             segments = np.repeat(np.arange(len(heard.lengths)), heard.lengths)
             allows_tail = False
         else:
-            layout = self.run.layout(heard.shape, heard.cu_seqlens)
+            layout = run.layout(heard.shape, heard.cu_seqlens)
             segments = np.repeat(layout.segment_R, layout.length_R)
             allows_tail = layout.allows_tail
         held = len(segments)
@@ -257,13 +259,17 @@ class Weighing:
                 "offsets of all sequences, cu_seqlens"
             )
         return [
-            _part(index, heard, segment, weight_T[trained_T & (segment_T == segment)])
+            _part(run.place, index, heard, segment, weight_T[trained_T & (segment_T == segment)])
             for segment in np.unique(segment_T[trained_T]).tolist()
         ]
 
 
-def _part(microbatch: int, heard: _Call, segment: int, weights: np.ndarray[Any, Any]) -> Part:
+def _part(
+    place: Place, microbatch: int, heard: _Call, segment: int, weights: np.ndarray[Any, Any]
+) -> Part:
     return Part(
+        dp_rank=place.dp_rank,
+        cp_rank=place.cp_rank,
         microbatch=microbatch,
         sequence=heard.first + segment,
         name=heard.names[segment] if heard.names else "",

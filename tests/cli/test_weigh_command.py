@@ -33,6 +33,8 @@ def weighed(*weights):
     """Return a step of one rank whose sequences have 2, 4, 6, ... tokens of these weights."""
     parts = [
         Part(
+            dp_rank=0,
+            cp_rank=0,
             microbatch=0,
             sequence=number,
             tokens=2 * number + 2,
@@ -44,8 +46,6 @@ def weighed(*weights):
     ]
     sizes = {"M": 1, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
     place = {
-        "dp_rank": 0,
-        "cp_rank": 0,
         "sizes": sizes,
         "counts": True,
         "is_finalized": True,

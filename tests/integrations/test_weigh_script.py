@@ -138,8 +138,22 @@ def test_stop_ends_the_run_after_the_weighed_steps(weigh):
 
 
 @pytest.mark.parametrize("weigh", CHECKOUTS[-1:], indirect=True)
-def test_dynamic_context_parallelism_is_refused_by_name(weigh, tmp_path):
-    more = ["--dynamic-context-parallel", *PER_TOKEN, *DEV_CP, "--max-seqlen-per-dp-cp-rank", "48"]
-    before = ["--weigh", str(tmp_path / "weighed.json")]
-    out = weigh.plain("varlen", *more, processes=2, before=before, fails=True)
-    assert "dynamic_context_parallel is True, which is not supported here" in out
+@pytest.mark.parametrize("mode", [[], SAMPLE_MEAN], ids=["stock", "sample_mean"])
+@pytest.mark.parametrize("layout", ["DP2", "DP2xCP2"])
+def test_a_sequence_is_whole_where_each_microbatch_has_its_own_cp_group(weigh, layout, mode):
+    processes, more = SIZES[layout]
+    alone = weigh("varlen", *DEV_PACKS[:-1], "96", processes=1)
+    longest = ["--max-seqlen-per-dp-cp-rank", str(64 // processes)]  # the longest need all ranks
+    dynamic = ["--dynamic-context-parallel", *DEV_CP, *longest, *more, *mode, *PER_TOKEN]
+    found = weigh("varlen", *dynamic, processes=processes)
+    groups = {(s["dp_rank"], s["microbatch"]) for s in found.sequences}
+    assert len(groups) < found.sizes["M"] * processes  # some of several ranks
+    lengths = sorted(s["tokens"] for s in found.sequences)
+    assert lengths == sorted(s["tokens"] for s in alone.sequences)
+    for sequence in found.sequences:
+        weight = 1 / len(lengths) / sequence["tokens"] if mode else 1 / sum(lengths)
+        assert sequence["weight_min"] == pytest.approx(weight, rel=1e-5)
+        assert sequence["weight_max"] == pytest.approx(weight, rel=1e-5)
+    assert found.trains == ("sample_mean" if mode else "token_mean")
+    assert found.weight_sum == pytest.approx(1.0, rel=1e-5)
+    assert steps(found.events) == steps(weigh.plain("varlen", *dynamic, processes=processes))

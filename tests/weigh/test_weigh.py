@@ -25,10 +25,9 @@ def ranks(weight, **more):
         for sequence, n in enumerate(lengths):
             w = weight(sum(lengths), n)
             bounds = {"weight_sum": n * w, "weight_min": w, "weight_max": w}
-            parts.append(Part(microbatch=microbatch, sequence=sequence, tokens=n, **bounds))
+            place = {"dp_rank": 0, "cp_rank": 0, "microbatch": microbatch, "sequence": sequence}
+            parts.append(Part(**place, tokens=n, **bounds))
     one = RankWeights(
-        dp_rank=0,
-        cp_rank=0,
         sizes={"M": 2, "DP": 1, "CP": 1, "TP": 1, "PP": 1},
         parts=parts,
         num_tokens=None,
@@ -100,8 +99,9 @@ def of_two_ranks(weight):
     """Return two ranks, each as in ``ranks``; ``weight(n_mb, b_mb, n)``: also by its sequences."""
     sequences_of = {sum(lengths): len(lengths) for lengths in LENGTHS}
     (one,) = ranks(lambda n_mb, n: weight(n_mb, sequences_of[n_mb], n))
-    both = [replace(one, dp_rank=rank, sizes={**one.sizes, "DP": 2}) for rank in (0, 1)]
-    return [both[0], replace(both[1], parts=both[1].parts[:2])]  # of two and of one microbatch
+    first = replace(one, sizes={**one.sizes, "DP": 2})
+    second = [replace(part, dp_rank=1) for part in one.parts[:2]]
+    return [first, replace(first, parts=second)]  # of two and of one microbatch
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,8 @@ def parts_of(*bounds):
     """Return sequences of 4 tokens, of which the weights have these bounds."""
     return [
         Part(
+            dp_rank=0,
+            cp_rank=0,
             microbatch=0,
             sequence=number,
             tokens=4,

@@ -18,6 +18,8 @@ from megatron_lossagg.weigh.weighing import Weighing
 CP = int(os.environ["WORLD_SIZE"]) // 2
 CUTS = [0, 8, 12, 16]
 LOSS_SCALE = 1024.0
+SIZES = (2, 1, 4)
+"""Of the groups of three microbatches, with dynamic context parallelism."""
 
 
 def check_a_model_whose_ranks_nobody_adds_up_is_refused():
@@ -26,14 +28,53 @@ def check_a_model_whose_ranks_nobody_adds_up_is_refused():
 
 
 def check_an_option_that_moves_tokens_is_refused_by_name():
-    for option in ("hybrid_context_parallel", "dynamic_context_parallel"):
-        chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
-        setattr(chunk.config, option, True)
-        with pytest.raises(ContractError, match=f"{option} is True, which is not supported here"):
-            Weighing([chunk], num_microbatches=1)
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    chunk.config.hybrid_context_parallel = True
+    with pytest.raises(ContractError, match="hybrid_context_parallel is True, which is not supp"):
+        Weighing([chunk], num_microbatches=1)
     chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
     chunk.config.flextron = True  # the loss has a further term, and its tokens stay
     Weighing([chunk], num_microbatches=1)
+
+
+def check_a_sequence_is_whole_over_the_group_of_its_microbatch():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for split in ("zigzag", "contiguous"):
+        chunk = token_model.wrapped(tiny_gpt.config_of(per_token=True), 16)
+        chunk.config.dynamic_context_parallel = True
+        chunk.config.cp_partition_mode = split
+        weighing, loss = Weighing([chunk], num_microbatches=len(SIZES)), 0.0
+        num_samples = sum(2 * world // min(size, world) for size in SIZES)
+        with weighing:
+            for size in (min(size, world) for size in SIZES):
+                group, _ = dist.new_subgroups(size)
+                cuts = [0, 4 * size, 6 * size]
+                x = weighing.losses(chunk(torch.arange(6)), cu_seqlens=cuts, cp_group=group)
+                here = torch.arange(6) < 4  # of the first sequence
+                if split == "contiguous":
+                    here = torch.arange(6) + 6 * (rank % size) < cuts[1]
+                n = torch.where(here, 4 * size, 2 * size)
+                loss = loss + (x / n).sum() / num_samples
+            loss.backward()
+            chunk.config.finalize_model_grads_func([chunk], torch.tensor(int(rank == 0)))
+        step = weighing.weighed()
+        assert (step.trains, step.weight_sum) == ("sample_mean", pytest.approx(1.0))
+        found = {(s.dp_rank, s.microbatch, s.sequence, s.tokens) for s in step.sequences}
+        assert found == {
+            (first, index, number, tokens * size)
+            for index, size in enumerate(min(size, world) for size in SIZES)
+            for first in range(0, world, size)
+            for number, tokens in enumerate((4, 2))
+        }
+
+
+def check_losses_without_their_group_are_refused_with_dynamic_context_parallelism():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    chunk.config.dynamic_context_parallel = True
+    weighing = Weighing([chunk], num_microbatches=1)
+    weighing.losses(chunk(torch.arange(4)), lengths=[4])
+    with pytest.raises(ContractError, match="got losses without a cp_group"):
+        weighing.weighed()
 
 
 def check_a_loss_that_is_recomputed_is_weighed_once():
