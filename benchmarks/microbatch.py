@@ -36,8 +36,11 @@ M, STEPS, WARMUP = 64, 8, 2
 TOKENS = 16
 """Of a sequence; the last trains nothing."""
 SEQUENCES = (12, 512)
+PARTS = ("microbatch", "reduce", "outputs")
+"""What loss_func calls, in order."""
 RANKS = "--ranks"
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
+_STEP = str(Path(PACKAGE, "loop", "step.py"))
 _STAND_INS = str(Path(PACKAGE, "cpu"))
 """What replaces functions of torch on a machine without a GPU; its calls are left out."""
 
@@ -49,7 +52,8 @@ def main(arguments: list[str]) -> int:
     if arguments == [RANKS]:
         be_rank()
         return 0
-    names = ["CP", "sequences", "calls", "operations", "bytes per token"]
+    calls = f"calls ({', '.join(PARTS)})"
+    names = ["CP", "sequences", calls, "operations", "bytes per token"]
     names += ["ours (ms)", "Megatron's (ms)", "ratio"]
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
     for processes in (1, 2):
@@ -86,12 +90,19 @@ def be_rank() -> None:
 class Counts:
     """What one call of loss_func did."""
 
-    calls: int
+    calls_of_parts: tuple[int, ...]
+    """Of each of ``PARTS``."""
     operations: int
     bytes_per_token: float
 
+    @property
+    def calls(self) -> int:
+        """Of all parts."""
+        return sum(self.calls_of_parts)
+
     def __str__(self) -> str:
-        return f"{self.calls} | {self.operations} | {self.bytes_per_token:.0f}"
+        calls = f"{self.calls} ({', '.join(map(str, self.calls_of_parts))})"
+        return f"{calls} | {self.operations} | {self.bytes_per_token:.0f}"
 
 
 def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
@@ -116,21 +127,25 @@ def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
         (listened(number, loss_func, x) / M).backward()  # type: ignore[no-untyped-call]
     operations = found[1]
     return Counts(
-        calls=found[2].number,
+        calls_of_parts=tuple(found[2].of_part.values()),
         operations=operations.num_operations,
         bytes_per_token=operations.bytes / (num_sequences * TOKENS),
     )
 
 
 class _Calls:
-    """Counts calls of this package's functions; a profile function."""
+    """Counts calls of this package's functions by part; a profile function."""
 
-    number = 0
+    def __init__(self) -> None:
+        self.of_part = dict.fromkeys(PARTS, 0)
+        self._part = PARTS[0]
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(PACKAGE) and not name.startswith(_STAND_INS):
-            self.number += 1
+            if name == _STEP and frame.f_code.co_name in PARTS:
+                self._part = frame.f_code.co_name
+            self.of_part[self._part] += 1
 
 
 def of_ours(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
