@@ -70,12 +70,12 @@ def _launched(command, processes, timeout, imports):
 def early(function):
     """Make a session fixture of a function without arguments that launches something.
 
-    A thread calls it once the tests are collected, if one of them needs it: it runs while
-    the tests before that one do.
+    A thread calls it once the tests are collected, if one of them names the fixture: it runs
+    while the tests before that one do.
     """
 
     def fixture(launches):
-        return EARLY.begin(function).result()
+        return EARLY.result_of(function)
 
     fixture.begins = function
     return pytest.fixture(scope="session", name=function.__name__)(fixture)
@@ -108,10 +108,18 @@ class Early:
         self._begun = {}
 
     def begin(self, function):
-        """Call it in a thread, once; return the future."""
+        """Call it in a thread, once."""
         if function not in self._begun:
             self._begun[function] = self._threads.submit(function)
-        return self._begun[function]
+
+    def result_of(self, function):
+        """Wait for what it returns."""
+        if function not in self._begun:
+            raise RuntimeError(
+                f"{function.__name__} was asked for while a test runs, which then waits for all of "
+                "it: name it in the arguments of the test or in pytest.mark.usefixtures"
+            )
+        return self._begun[function].result()
 
     def end(self):
         """Call no further functions. Those that run fail when their fork server is closed."""

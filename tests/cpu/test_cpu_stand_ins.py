@@ -125,7 +125,9 @@ def test_exactly_the_names_in_the_table_are_replaced(replaced: tuple[Any, Any]) 
     shared = ours["megatron"].keys() & stock["megatron"].keys()
     added = ours["megatron"].keys() - shared
     changed = {name for name in shared if ours["megatron"][name] != stock["megatron"][name]}
-    assert torch_names | added | changed == STAND_INS.keys()
+    # Releases that define it, as None, have nothing to add.
+    defined = {"megatron.core.transformer.moe.moe_utils.te_general_gemm"} & stock["megatron"].keys()
+    assert torch_names | added | changed == STAND_INS.keys() - defined
 
 
 def test_installing_twice_changes_nothing_more(replaced: tuple[Any, Any]) -> None:

@@ -6,6 +6,7 @@ package's, on two models. ``slices``: an unpacked batch as Megatron-Core and as 
 slice it. Rank 0 prints one JSON line per comparison, with what every rank found.
 """
 
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -91,6 +92,14 @@ def slices(layout):
     from megatron.core.utils import get_batch_on_this_cp_rank  # the stand-ins are there by now
 
     place = {"cp_size": layout.cp, "cp_rank": parallel_state.get_context_parallel_rank()}
+    live = parallel_state.get_context_parallel_group()
+    # Later releases ask for `is_hybrid_cp` too, and take no group for the whole world.
+    parameters = inspect.signature(get_batch_on_this_cp_rank).parameters
+    calls = (
+        [{"cp_group": live, "is_hybrid_cp": False}]
+        if "is_hybrid_cp" in parameters
+        else [{"cp_group": None}, {"cp_group": live}]
+    )
     for sequences, length in ((1, 2 * layout.cp), (3, 8 * layout.cp), (2, 10 * layout.cp)):
         whole = {
             "tokens": torch.arange(sequences * length).view(sequences, length),
@@ -98,8 +107,8 @@ def slices(layout):
             "features": torch.arange(sequences * length * 4).view(sequences, length, 4),
         }
         ours = Layout.bshd_zigzag(sequences, length, **place)
-        for group in (None, parallel_state.get_context_parallel_group()):
-            cut = get_batch_on_this_cp_rank(dict(whole), cp_group=group)
+        for call in calls:
+            cut = get_batch_on_this_cp_rank(dict(whole), **call)
             found = {
                 name: torch.equal(cut[name].flatten(0, 1), value.flatten(0, 1)[ours.positions])
                 for name, value in whole.items()

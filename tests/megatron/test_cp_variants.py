@@ -30,9 +30,9 @@ def slices():
 
 @pytest.mark.parametrize("name", SLICED)
 def test_megatron_slices_an_unpacked_batch_like_bshd_zigzag(slices, name):
-    """Tokens, a mask and a field with a dimension more; the group given, and the live one."""
+    """Tokens, a mask and a field with a dimension more; the group given, and by default."""
     comparisons = [c for c in slices if c["layout"] == str(SLICED[name])]
-    assert len(comparisons) == 6
+    assert len(comparisons) in (3, 6)  # later releases have no default
     for comparison in comparisons:
         assert all(all(found.values()) for found in comparison["ranks"]), comparison
 

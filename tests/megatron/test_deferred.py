@@ -98,21 +98,38 @@ def test_a_total_that_is_passed_divides_in_place_of_the_counted_one(
     check(of_two_ranks, (str(TWO[0]), loss_scaling, f"{case} / 50"))
 
 
-OF_EACH = [
-    (layout, scaling, case)
-    for layout in [*TWO[1:], *FOUR]
-    for scaling in LOSS_SCALINGS
-    for case in OF_ALL
-    if is_exact(layout, scaling, case)
-]
+def on_each(layouts):
+    return pytest.mark.parametrize(
+        ("layout", "loss_scaling", "case"),
+        [
+            (layout, scaling, case)
+            for layout in layouts
+            for scaling in LOSS_SCALINGS
+            for case in OF_ALL
+            if is_exact(layout, scaling, case)
+        ],
+        ids=str,
+    )
 
 
-@pytest.mark.parametrize(("layout", "loss_scaling", "case"), OF_EACH, ids=str)
-def test_the_gradient_does_not_depend_on_the_layout(request, layout, loss_scaling, case):
-    ranks = "of_two_ranks" if layout in TWO else "of_four_ranks"
-    found, key = request.getfixturevalue(ranks), (str(layout), loss_scaling, str(case))
+def check_of_layout(found, layout, loss_scaling, case):
+    key = (str(layout), loss_scaling, str(case))
     check(found, key)
     assert ("side" in found[key][0]) == has_side(layout, loss_scaling)
+
+
+@on_each(TWO[1:])
+def test_the_gradient_does_not_depend_on_the_layout_of_two_ranks(
+    of_two_ranks, layout, loss_scaling, case
+):
+    check_of_layout(of_two_ranks, layout, loss_scaling, case)
+
+
+@on_each(FOUR)
+def test_the_gradient_does_not_depend_on_the_layout_of_four_ranks(
+    of_four_ranks, layout, loss_scaling, case
+):
+    check_of_layout(of_four_ranks, layout, loss_scaling, case)
 
 
 def test_every_mode_with_a_total_is_trained():
