@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             "the script ended without a training step of megatron.training: nothing was weighed"
         )
-    if args.expect is not None and args.expect not in steps[-1].fits:
+    if args.expect is not None and not steps[-1].fits_mode(args.expect):
         if os.environ.get("RANK", "0") == "0":
             say(f"expected {args.expect}, and the run trains {steps[-1].trains or 'no mode'}")
         return 1

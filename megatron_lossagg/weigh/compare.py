@@ -6,8 +6,8 @@ NumPy only; knows neither tensors nor groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ class WeighedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Part(WeighedSequence):
-    """What one rank holds of one sequence of a microbatch."""
+    """What one rank holds of one sequence of a microbatch; of none of its tokens, weights of 0."""
 
     cp_rank: int
 
@@ -70,9 +70,14 @@ class Weighed:
 
     sizes: Mapping[str, int]
     sequences: Sequence[WeighedSequence]
+    """Those with a trained token."""
+    num_empty: int
+    """How many sequences, or segments of padding, have none."""
     weight_sum: float
     modes: Mapping[str, tuple[float, float]]
-    """Smallest and largest a_t / w_s of each mode."""
+    """Smallest and largest a_t / w_s of each mode. Also of ``sample_mean with 3 empty``, whose B
+    counts them: all of ``num_empty``, and all but what ends a microbatch, which may be padding.
+    """
     trains: str | None
     """The mode that is trained, if a_t / w_s is 1; the first of ``fits``."""
     fits: Sequence[str]
@@ -95,6 +100,10 @@ class Weighed:
         from megatron_lossagg.weigh.report import text
 
         return text(self)
+
+    def fits_mode(self, mode: str) -> bool:
+        """Whether it is one of ``fits``, with empty sequences or without."""
+        return any(name == mode or name.startswith(f"{mode} with ") for name in self.fits)
 
     @property
     def factor(self) -> float | None:
@@ -124,13 +133,15 @@ class Weighed:
 
 def compare(ranks: Sequence[RankWeights]) -> Weighed:
     """Compare the weights of a step with every mode; ``ranks``: of the whole world."""
+    num_empty, num_last = _empty(ranks)
+    ranks = [replace(rank, parts=[part for part in rank.parts if part.tokens]) for rank in ranks]
     counted = [rank for rank in ranks if rank.counts]
     divides, num_tokens, factor = _division(ranks)
     sequences = whole(ranks)
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
     tolerance = max(rank.tolerance for rank in counted)
     is_finalized = any(rank.is_finalized for rank in ranks)
-    weights = _weights(sequences, sizes)
+    weights = _weights(sequences, sizes, {num_empty, num_empty - num_last} - {0})
     lowest_S = np.array([sequence.weight_min for sequence in sequences])
     highest_S = np.array([sequence.weight_max for sequence in sequences])
     modes = {
@@ -150,6 +161,7 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
     step = Weighed(
         sizes=sizes,
         sequences=sequences,
+        num_empty=num_empty,
         weight_sum=sum(sequence.weight_sum for sequence in sequences),
         modes=modes,
         trains=trains,
@@ -195,14 +207,33 @@ def _division(ranks: Sequence[RankWeights]) -> tuple[bool, float, float]:
     return divides, num_tokens, 1 / num_tokens if divides and num_tokens > 0 else 1.0
 
 
-def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
-    """Put the parts of sequences together over context-parallel ranks; ``ranks``: of the world."""
-    _, _, factor = _division(ranks)
+def _parts(ranks: Sequence[RankWeights]) -> dict[tuple[int, int, int], list[Part]]:
+    """Return what ranks hold of each sequence: its rank, microbatch and number."""
     parts: dict[tuple[int, int, int], list[Part]] = {}
     for rank in (rank for rank in ranks if rank.counts):
         for part in rank.parts:
             key = (part.dp_rank, part.microbatch, part.sequence)
             parts.setdefault(key, []).append(part)
+    return parts
+
+
+def _empty(ranks: Sequence[RankWeights]) -> tuple[int, int]:
+    """Count the sequences without a trained token, and those of them that end a microbatch."""
+    parts = _parts(ranks)
+    empty = {key for key, its in parts.items() if not any(part.tokens for part in its)}
+    last: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for key in sorted(parts):
+        last[key[:2]] = key
+    return len(empty), len(empty & {*last.values()})
+
+
+def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
+    """Put the parts of sequences together over context-parallel ranks; ``ranks``: of the world.
+
+    Sequences without a trained token are left out.
+    """
+    _, _, factor = _division(ranks)
+    trained = {key: [part for part in its if part.tokens] for key, its in _parts(ranks).items()}
     return [
         WeighedSequence(
             dp_rank=dp_rank,
@@ -215,14 +246,18 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
             weight_min=factor * float(np.min([part.weight_min for part in its])),
             weight_max=factor * float(np.max([part.weight_max for part in its])),
         )
-        for (dp_rank, microbatch, sequence), its in sorted(parts.items())
+        for (dp_rank, microbatch, sequence), its in sorted(trained.items())
+        if its
     ]
 
 
 def _weights(
-    sequences: Sequence[WeighedSequence], sizes: Mapping[str, int]
+    sequences: Sequence[WeighedSequence], sizes: Mapping[str, int], empty: Collection[int]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return w_s of each sequence under each mode, by the formulas of ``MODES``."""
+    """Return w_s of each sequence under each mode, by the formulas of ``MODES``.
+
+    Under sample_mean also with each number of ``empty`` sequences, which its B counts.
+    """
     n_S = np.array([sequence.tokens for sequence in sequences], dtype=np.float64)
     of_microbatch: dict[tuple[int, int], float] = {}
     for sequence, n in zip(sequences, n_S.tolist(), strict=True):
@@ -238,11 +273,15 @@ def _weights(
         microbatch_tokens=np.array([of_microbatch[s.dp_rank, s.microbatch] for s in sequences]),
     )
     denominators = {name: MODES[name].denominator for name in COMPARED}
-    return {
+    weights = {
         name: np.ones(len(n_S)) / np.asarray(denominator(counts))
         for name, denominator in denominators.items()
         if denominator is not None and len(n_S)
     }
+    for number in sorted(empty) if weights else ():
+        of_all = weights["sample_mean"] * len(n_S) / (len(n_S) + number)
+        weights[f"sample_mean with {number} empty"] = of_all
+    return weights
 
 
 def _causes(

@@ -20,6 +20,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
     sizes = " ".join(f"{name} {size}" for name, size in step.sizes.items() if size > 1)
     name = "weighed step" if number is None else f"weighed step {number}"
     size = f"{step.tokens} tokens in {len(step.sequences)} sequences"
+    size += f" and {step.num_empty} empty" if step.num_empty else ""
     lines = [
         _wrapped(f"{name}: ", size + (f", {sizes}" if sizes else "")),
         f"sum of all weights: {step.weight_sum:.8g}",
@@ -58,6 +59,7 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "step": number,
         "sizes": dict(step.sizes),
         "tokens": step.tokens,
+        "num_empty": step.num_empty,
         "weight_sum": step.weight_sum,
         "trains": step.trains,
         "fits": [*step.fits],

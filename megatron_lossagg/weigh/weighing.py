@@ -260,7 +260,7 @@ class Weighing:
             )
         return [
             _part(run.place, index, heard, segment, weight_T[trained_T & (segment_T == segment)])
-            for segment in np.unique(segment_T[trained_T]).tolist()
+            for segment in np.unique(segments).tolist()
         ]
 
 
@@ -275,6 +275,6 @@ def _part(
         name=heard.names[segment] if heard.names else "",
         tokens=len(weights),
         weight_sum=float(weights.sum()),
-        weight_min=float(weights.min()),
-        weight_max=float(weights.max()),
+        weight_min=float(weights.min()) if len(weights) else 0.0,
+        weight_max=float(weights.max()) if len(weights) else 0.0,
     )

@@ -56,6 +56,41 @@ def test_each_mode_is_recognised_by_its_weights(mode, weight):
     assert f"verdict: trains {mode}" in text(step, number=1)
 
 
+def with_empty(weight, *places):
+    """Return the rank of ``ranks``, which also holds sequences without a token at (mb, number)."""
+    (one,) = ranks(weight)
+    last = one.parts[-1]
+    empty = [
+        replace(last, microbatch=m, sequence=s, tokens=0, weight_sum=0, weight_min=0, weight_max=0)
+        for m, s in places
+    ]
+    return [replace(one, parts=[*one.parts, *empty])]
+
+
+@pytest.mark.parametrize(
+    ("b", "places", "trains"),
+    [
+        (3, [(0, 2), (1, 1)], "sample_mean"),  # they are padding, or not counted
+        (5, [(0, 2), (1, 1)], "sample_mean with 2 empty"),
+        (4, [(0, 2), (0, 3)], "sample_mean with 1 empty"),  # what ends the microbatch is padding
+    ],
+)
+def test_a_sample_mean_may_count_sequences_without_a_token(b, places, trains):
+    step = compare(with_empty(lambda n_mb, n: 1 / (b * n), *places))
+    assert (step.trains, step.num_empty, step.causes) == (trains, len(places), ())
+    assert step.fits_mode("sample_mean")
+    assert not step.fits_mode("sample_sum")
+    assert [sequence.tokens for sequence in step.sequences] == [3, 5, 4]
+    assert f"12 tokens in 3 sequences and {len(places)} empty" in text(step)
+
+
+@pytest.mark.parametrize("b", [4, 6])
+def test_no_other_number_of_empty_sequences_is_a_sample_mean(b):
+    step = compare(with_empty(lambda n_mb, n: 1 / (b * n), (0, 2), (1, 1)))
+    assert (step.trains, step.nearest) == (None, "sample_mean")
+    assert not step.fits_mode("sample_mean")
+
+
 def test_num_tokens_divide_what_was_measured():
     step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=12, is_divided=True))
     assert step.trains == "token_mean"

@@ -29,7 +29,7 @@ CUTS = [0, 8, 12, 16]
 RNG = np.random.default_rng(3)
 ACTIVE = RNG.random((4, M, 16)) < 0.6
 ACTIVE[..., 12:] = False
-ACTIVE[..., [0, 1, 8]] = True  # no sequence is empty: its weight cannot be seen
+ACTIVE[..., [0, 1, 8]] = True  # no sequence is empty
 LOSS_SCALE = 1024.0
 
 
@@ -212,40 +212,58 @@ def check_a_token_of_the_mask_that_gets_no_gradient_counts():
 
 
 def check_a_step_of_an_aggregation_weighs_as_its_mode():
-    from megatron_lossagg import LossAggregator, Sequences, plan_step
+    for per_token in (False, True):
+        weighed, gradient = weighed_sample_mean(ACTIVE, per_token=per_token)
+        assert_sums(weighed, gradient)
+        assert (weighed.trains, weighed.weight_sum) == ("sample_mean", pytest.approx(1.0))
+
+
+def check_a_sample_mean_over_empty_sequences_is_told_from_one_over_the_others():
+    """One sequence is empty on purpose, and the padding that ends each microbatch."""
+    active = ACTIVE.copy()
+    active[0, 1, 8:12] = False
+    weighed, _ = weighed_sample_mean(active, per_token=False)
+    num_samples = dist.get_world_size() // CP * M * 2
+    assert weighed.num_empty == 1 + num_samples // 2
+    assert weighed.trains == "sample_mean with 1 empty"
+    assert weighed.weight_sum == pytest.approx(1 - 1 / num_samples)
+    weighed, _ = weighed_sample_mean(active, per_token=False, count_empty=False)
+    assert (weighed.trains, weighed.weight_sum) == ("sample_mean", pytest.approx(1.0))
+
+
+def weighed_sample_mean(active, *, per_token, count_empty=True):
+    """Train a step of this package's sample mean; return its weights, and the gradient."""
+    from megatron_lossagg import Aggregation, LossAggregator, Sequences, plan_step
 
     dp, _ = coordinates()
-    for per_token in (False, True):
-        made = tiny_gpt.config_of(per_token=per_token)
-        chunk = token_model.wrapped(made, dist.get_world_size() // CP * M * 16)
-        aggregator = LossAggregator([chunk], "sample_mean")
-        counts = [ACTIVE[dp, m][a:b].sum() for m in range(M) for a, b in ((0, 8), (8, 12))]
-        plan = plan_step(
-            aggregator.aggregation,
-            Sequences(active_tokens=counts, microbatch=np.repeat(range(M), 2)),
-            group=aggregator.dp_group,
-        )
-        weighing, microbatch = Weighing([chunk]), iter(range(M))
+    made = tiny_gpt.config_of(per_token=per_token)
+    chunk = token_model.wrapped(made, dist.get_world_size() // CP * M * 16)
+    aggregator = LossAggregator([chunk], Aggregation("sample_mean", count_empty=count_empty))
+    counts = [active[dp, m][a:b].sum() for m in range(M) for a, b in ((0, 8), (8, 12))]
+    plan = plan_step(
+        aggregator.aggregation,
+        Sequences(active_tokens=counts, microbatch=np.repeat(range(M), 2)),
+        group=aggregator.dp_group,
+    )
+    weighing, microbatch = Weighing([chunk]), iter(range(M))
 
-        def forward_step(iterator, model, weighing=weighing, microbatch=microbatch):
-            tokens, _ = next(iterator)
-            m = next(microbatch)
-            losses = weighing.losses(model(torch.from_numpy(tokens)), cu_seqlens=CUTS)
+    def forward_step(iterator, model):
+        tokens, _ = next(iterator)
+        m = next(microbatch)
+        losses = weighing.losses(model(torch.from_numpy(tokens)), cu_seqlens=CUTS)
 
-            def loss_func(output):
-                mask = torch.from_numpy(ACTIVE[dp, m].astype(np.int64))
-                mb = step.microbatch([2 * m, 2 * m + 1, -1], mask, cu_seqlens=torch.tensor(CUTS))
-                loss = mb.reduce(output)
-                return mb.outputs(loss, report={"loss": loss})
+        def loss_func(output):
+            mask = torch.from_numpy(active[dp, m].astype(np.int64))
+            mb = step.microbatch([2 * m, 2 * m + 1, -1], mask, cu_seqlens=torch.tensor(CUTS))
+            loss = mb.reduce(output)
+            return mb.outputs(loss, report={"loss": loss})
 
-            return losses, loss_func
+        return losses, loss_func
 
-        chunk.zero_grad_buffer()
-        with aggregator.begin(plan, num_microbatches=M) as step, weighing:
-            run_schedule(chunk, forward_step)
-        weighed = weighing.weighed()
-        assert_sums(weighed, chunk.module.weight.main_grad.double().numpy())
-        assert weighed.trains == "sample_mean"
+    chunk.zero_grad_buffer()
+    with aggregator.begin(plan, num_microbatches=M) as step, weighing:
+        run_schedule(chunk, forward_step)
+    return weighing.weighed(), chunk.module.weight.main_grad.double().numpy()
 
 
 def check_a_model_in_torchs_ddp_is_weighed():
