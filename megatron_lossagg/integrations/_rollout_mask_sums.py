@@ -73,6 +73,11 @@ class Hooks:
         """Path of our function for ``custom_megatron_init_path``."""
         return f"{self.module}.check"
 
+    @property
+    def weigh_path(self) -> str:
+        """Path of our function for the same argument that checks, and weighs the first step."""
+        return f"megatron_lossagg.integrations.weigh_rollouts.{self.name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkStep:

@@ -167,7 +167,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
 
 def _remedy(args: Any) -> str | None:
     """Return how to have denominators below 1 trained; None if the trainer's :func:`check` does."""
-    if getattr(args, "custom_megatron_init_path", None) == HOOKS.check_path:
+    if getattr(args, "custom_megatron_init_path", None) in (HOOKS.check_path, HOOKS.weigh_path):
         return None
     return f"Set custom_megatron_init_path to {HOOKS.check_path}, which has miles keep it"
 

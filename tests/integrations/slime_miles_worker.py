@@ -227,7 +227,7 @@ def wiring(framework):
     framework.wiring()
     model = importlib.import_module(f"{framework.hooks.name}.backends.megatron_utils.model")
     stock = model.get_forward_backward_func
-    path = f"megatron_lossagg.integrations.weigh_rollouts.{framework.hooks.name}"
+    path = framework.hooks.weigh_path
     framework.load_function(path)(arguments(framework, custom_megatron_init_path=path))
     assert model.get_forward_backward_func is not stock
     print(f"WIRING of {framework.hooks.name} holds")

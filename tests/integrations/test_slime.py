@@ -316,6 +316,14 @@ def test_the_first_batch_says_that_miles_would_raise_a_denominator_of_a_later_on
     framework.carry(framework.arguments(custom_megatron_init_path=miles.HOOKS.check_path))
 
 
+@of_miles
+@pytest.mark.parametrize("path", [miles.HOOKS.check_path, miles.HOOKS.weigh_path])
+def test_a_denominator_below_1_is_carried_where_the_trainer_keeps_it(framework, path):
+    keep_two_tokens(framework)
+    carried = framework.carry(framework.arguments("prompt_mean", custom_megatron_init_path=path))
+    assert min(carried) < 1
+
+
 def test_a_mask_that_is_not_0_or_1_is_refused(framework):
     framework.data["loss_masks"][3][0] = 2
     with pytest.raises(PlanError, match=r"loss_masks? .*values"):
