@@ -56,8 +56,8 @@ def _saved(node: Any, name: str) -> Any:
     """Return what a node has saved for its backward pass under a name; None if nothing.
 
     Or ``_UNREAD``: what a hook has packed (of a checkpoint or an offload), for to unpack it may run
-    the model or free it; what was freed; and all that is saved where this torch does not say
-    whether it was packed.
+    the model or free it; what was freed; and all that is saved before torch 2.13, which is the
+    first that says whether it was packed.
     """
     if not hasattr(type(node), f"_raw_saved_{name}"):
         return None
