@@ -56,12 +56,15 @@ def run(args: argparse.Namespace) -> int:
                 f"got --picture {args.picture}, expected a file that ends in one of {_PICTURES}"
             )
     weighing: list[Any] = []
+    unwritten: list[str] = []
 
     def install() -> None:
         from megatron_lossagg.integrations import weigh_script
 
         weighing.append(
-            weigh_script.install(args.at, args.steps, stop=args.stop, report=_printed(args))
+            weigh_script.install(
+                args.at, args.steps, stop=args.stop, report=_printed(args, unwritten)
+            )
         )
 
     status = run_command.run(args, before=install)
@@ -81,18 +84,30 @@ def run(args: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             say(f"expected {args.expect}, and the run trains {steps[-1].trains or 'no mode'}")
         return 1
-    return 0
+    return int(bool(unwritten))
 
 
-def _printed(args: argparse.Namespace) -> Any:
-    """Return what prints a weighed step on rank 0, and writes what was asked for."""
+def _printed(args: argparse.Namespace, unwritten: list[str]) -> Any:
+    """Return what prints a weighed step on rank 0, and writes what was asked for.
+
+    What cannot be written is said, and added to ``unwritten``: training goes on, as on other ranks.
+    """
     objects: list[dict[str, Any]] = []
 
     def report(step: Weighed, number: int, term: str) -> None:
         del term  # a script has one
-        from megatron_lossagg.weigh.report import as_json, text
+        from megatron_lossagg.weigh.report import text
 
         print(text(step, number=number), flush=True)
+        try:
+            write(step, number)
+        except LossAggregationError as error:
+            unwritten.append(str(error))
+            say(unwritten[-1])
+
+    def write(step: Weighed, number: int) -> None:
+        from megatron_lossagg.weigh.report import as_json
+
         if args.json is not None:
             objects.append(as_json(step, number=number))
             merged = {

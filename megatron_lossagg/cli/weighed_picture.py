@@ -39,7 +39,7 @@ def figure_of(step: Weighed, *, number: int) -> Figure:
     figures = needed("matplotlib.figure", by="--picture", extra="plot")
     figure: Figure = figures.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    n, b = step.tokens, len(step.sequences)
+    n, b = step.tokens, len(step.sequences) + step.counted_empty
     lengths = [sequence.tokens for sequence in step.sequences]
     of_mean = [n * sequence.weight_sum / sequence.tokens for sequence in step.sequences]
     lowest = [n * sequence.weight_min for sequence in step.sequences]

@@ -21,10 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.coefficients import Call, Term, fault_of, warn_of
-from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import first_few
 from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.weigh.listen import is_in_backward
 
 
 class GradientAudit(Guard):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from megatron_lossagg.contract.groups import LiveGroups
@@ -115,8 +114,3 @@ class Guard:
     def recorded(self) -> Mapping[str, Any]:
         """Return what the step's line in ``Options.record`` gets, once faults have been read."""
         return {}
-
-
-def is_in_backward() -> bool:
-    """Whether a backward pass runs, so that what is called now is a recomputation."""
-    return bool(torch._C._current_graph_task_id() >= 0)

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import say
-from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.weigh.compare import equal_products
-from megatron_lossagg.weigh.listen import listen
+from megatron_lossagg.weigh.listen import is_in_backward, listen
+from megatron_lossagg.weigh.ratios import equal_products
 
 _TOLERANCE = 1e-5
 _ENDS = "before mb.reduce; ignore this if that is meant"

@@ -29,7 +29,7 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts
 from megatron_lossagg.guards.step_guards import StepGuards
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
@@ -40,6 +40,7 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.weigh.listen import is_in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -6,19 +6,20 @@ NumPy only; knows neither tensors nor groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
-from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.weigh.ratios import constant, counted_empty, equal_products, is_near, spread
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
+_OVER_SAMPLES = ("sample_mean", "sample_sum")
+"""Those of them that divide by B, which may count sequences without a token."""
 TOLERANCE = 1e-4
 """Relative, of float32 losses: a few roundings of the script's own."""
 
@@ -73,10 +74,12 @@ class Weighed:
     """Those with a trained token."""
     num_empty: int
     """How many sequences, or segments of padding, have none."""
+    counted_empty: int
+    """How many of them the trained mode counts."""
     weight_sum: float
     modes: Mapping[str, tuple[float, float]]
-    """Smallest and largest a_t / w_s of each mode. Also of ``sample_mean with 3 empty``, whose B
-    counts them: all of ``num_empty``, and all but what ends a microbatch, which may be padding.
+    """Smallest and largest a_t / w_s of each mode. If a mean or a sum over samples is off by what
+    some of ``num_empty`` explain, also of ``sample_mean with 3 empty``, whose B counts these.
     """
     trains: str | None
     """The mode that is trained, if a_t / w_s is 1; the first of ``fits``."""
@@ -85,7 +88,7 @@ class Weighed:
     is_finalized: bool
     """Whether Megatron finalized the step; if not, ``fits`` is empty."""
     nearest: str
-    """The mode whose ratios are closest to one another."""
+    """The mode whose ratios are closest to one another, without empty sequences."""
     factors: Mapping[str, float]
     """a_t / w_s of each mode for which it is the same for all tokens."""
     relative: Sequence[float]
@@ -113,13 +116,15 @@ class Weighed:
     @property
     def verdict(self) -> str:
         """Say in a line what is trained."""
-        if not self.sequences:
+        if all(one.weight_min == one.weight_max == 0 for one in self.sequences):
             return "trains nothing: no token has a weight"
         if not self.is_finalized:
             return "not known, for the step was not finalized"
         if self.trains is not None:
             others = f", and so {' and '.join(self.fits[1:])}: this step cannot tell them apart"
-            return f"trains {self.trains}{others * (len(self.fits) > 1)}"
+            factor = f", {self.factor:.6g} times {self.nearest} without" if self.factor else ""
+            factor *= self.counted_empty > 0
+            return f"trains {self.trains}{factor}{others * (len(self.fits) > 1)}"
         if self.factor is not None:
             return f"trains {self.factor:.6g} times {self.nearest}"
         low, high = self.modes[self.nearest]
@@ -133,7 +138,7 @@ class Weighed:
 
 def compare(ranks: Sequence[RankWeights]) -> Weighed:
     """Compare the weights of a step with every mode; ``ranks``: of the whole world."""
-    num_empty, num_last = _empty(ranks)
+    num_empty = sum(not any(one.tokens for one in its) for its in _parts(ranks).values())
     ranks = [replace(rank, parts=[part for part in rank.parts if part.tokens]) for rank in ranks]
     counted = [rank for rank in ranks if rank.counts]
     divides, num_tokens, factor = _division(ranks)
@@ -141,7 +146,7 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
     tolerance = max(rank.tolerance for rank in counted)
     is_finalized = any(rank.is_finalized for rank in ranks)
-    weights = _weights(sequences, sizes, {num_empty, num_empty - num_last} - {0})
+    weights = _weights(sequences, sizes)
     lowest_S = np.array([sequence.weight_min for sequence in sequences])
     highest_S = np.array([sequence.weight_max for sequence in sequences])
     modes = {
@@ -149,19 +154,29 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
         for name, weight_S in weights.items()
         if len(sequences)
     }
-    found = {name: _constant(low, high, tolerance) for name, (low, high) in modes.items()}
-    fits = [name for name, at in found.items() if at and is_finalized and _is(at, 1, tolerance)]
+    found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
+    nearest = min(modes, key=lambda name: spread(*modes[name]), default="token_mean")
+    empty: dict[str | None, int] = {}
+    for name in _OVER_SAMPLES:
+        at = found.get(name)
+        k = counted_empty(at, len(sequences), num_empty, tolerance)
+        if at and k and not equal_products(at, sizes, {}, tolerance=tolerance):
+            of_k, more = f"{name} with {k} empty", 1 + k / len(sequences)
+            modes[of_k] = modes[name][0] * more, modes[name][1] * more
+            found[of_k], empty[of_k] = at * more, k
+    fits = [name for name, at in found.items() if at and is_finalized and is_near(at, 1, tolerance)]
     trains = fits[0] if fits else None
-    nearest = trains or min(modes, key=lambda name: _spread(*modes[name]), default="token_mean")
+    nearest = trains.split(" with ")[0] if trains else nearest
     relative = [
         sequence.weight_sum / sequence.tokens / weight
         for sequence, weight in zip(sequences, weights.get(nearest, ()), strict=True)
     ]
-    inside = max(map(_spread, lowest_S.tolist(), highest_S.tolist()), default=1.0)
+    inside = max(map(spread, lowest_S.tolist(), highest_S.tolist()), default=1.0)
     step = Weighed(
         sizes=sizes,
         sequences=sequences,
         num_empty=num_empty,
+        counted_empty=empty.get(trains, 0),
         weight_sum=sum(sequence.weight_sum for sequence in sequences),
         modes=modes,
         trains=trains,
@@ -176,28 +191,6 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
         step, counted, factor, tolerance=tolerance, divides=divides, num_tokens=num_tokens
     )
     return Weighed(**{**vars(step), "causes": tuple(causes)})
-
-
-def equal_products(
-    factor: float, sizes: Mapping[str, int], others: Mapping[str, int], *, tolerance: float
-) -> list[str]:
-    """Name the products of ``sizes``, and ``others`` by themselves, that equal a factor.
-
-    Also their inverse, as ``1/(M DP)``; the shortest first.
-    """
-    names = [name for name, size in sizes.items() if size > 1]
-    products = {**others} | {
-        " ".join(chosen): prod(sizes[name] for name in chosen)
-        for number in range(1, len(names) + 1)
-        for chosen in combinations(names, number)
-    }
-    found = [name for name, value in products.items() if abs(factor / value - 1) < tolerance]
-    inverse = [
-        f"1/({name})" if " " in name else f"1/{name}"
-        for name, value in products.items()
-        if abs(factor * value - 1) < tolerance
-    ]
-    return sorted(found + inverse, key=len)
 
 
 def _division(ranks: Sequence[RankWeights]) -> tuple[bool, float, float]:
@@ -215,16 +208,6 @@ def _parts(ranks: Sequence[RankWeights]) -> dict[tuple[int, int, int], list[Part
             key = (part.dp_rank, part.microbatch, part.sequence)
             parts.setdefault(key, []).append(part)
     return parts
-
-
-def _empty(ranks: Sequence[RankWeights]) -> tuple[int, int]:
-    """Count the sequences without a trained token, and those of them that end a microbatch."""
-    parts = _parts(ranks)
-    empty = {key for key, its in parts.items() if not any(part.tokens for part in its)}
-    last: dict[tuple[int, int], tuple[int, int, int]] = {}
-    for key in sorted(parts):
-        last[key[:2]] = key
-    return len(empty), len(empty & {*last.values()})
 
 
 def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
@@ -252,12 +235,9 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
 
 
 def _weights(
-    sequences: Sequence[WeighedSequence], sizes: Mapping[str, int], empty: Collection[int]
+    sequences: Sequence[WeighedSequence], sizes: Mapping[str, int]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return w_s of each sequence under each mode, by the formulas of ``MODES``.
-
-    Under sample_mean also with each number of ``empty`` sequences, which its B counts.
-    """
+    """Return w_s of each sequence under each mode, by the formulas of ``MODES``."""
     n_S = np.array([sequence.tokens for sequence in sequences], dtype=np.float64)
     of_microbatch: dict[tuple[int, int], float] = {}
     for sequence, n in zip(sequences, n_S.tolist(), strict=True):
@@ -273,15 +253,11 @@ def _weights(
         microbatch_tokens=np.array([of_microbatch[s.dp_rank, s.microbatch] for s in sequences]),
     )
     denominators = {name: MODES[name].denominator for name in COMPARED}
-    weights = {
+    return {
         name: np.ones(len(n_S)) / np.asarray(denominator(counts))
         for name, denominator in denominators.items()
         if denominator is not None and len(n_S)
     }
-    for number in sorted(empty) if weights else ():
-        of_all = weights["sample_mean"] * len(n_S) / (len(n_S) + number)
-        weights[f"sample_mean with {number} empty"] = of_all
-    return weights
 
 
 def _causes(
@@ -294,7 +270,10 @@ def _causes(
     num_tokens: float,
 ) -> list[str]:
     if not step.is_finalized:
-        return ["not finalized: config.finalize_model_grads_func was not called while it ran"]
+        return [
+            "not finalized: config.finalize_model_grads_func was not called while it ran, or a "
+            "deferred step holds it"
+        ]
     if not step.sequences:
         return []
     if not math.isfinite(step.weight_sum):
@@ -308,6 +287,9 @@ def _causes(
         others = {"N": step.tokens, "B": len(step.sequences)}
         names = equal_products(step.factor, step.sizes, others, tolerance=tolerance)
         equal = f" = {' = '.join(names)}" if names else ""
+        if step.nearest in _OVER_SAMPLES:
+            k = counted_empty(step.factor, len(step.sequences), step.num_empty, tolerance)
+            equal += f", or B counts {k} of {step.num_empty} empty sequences" if k else ""
         return [f"a constant factor on {step.nearest}: {step.factor:.6g}{equal}"]
     m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
     for where, num_means, place_of in (
@@ -319,7 +301,7 @@ def _causes(
         for of in ("token", "sample"):
             counts = _counts_of_means(ranks, place_of, of)
             is_mean = all(
-                _is(factor * weight * counts[place, sequence] * num_means, 1, tolerance)
+                is_near(factor * weight * counts[place, sequence] * num_means, 1, tolerance)
                 for place, sequence, part in _placed(ranks, place_of)
                 for weight in (part.weight_min, part.weight_max)
             )
@@ -376,23 +358,3 @@ def _counts_of_means(
         (place, sequence): sums[place] * (number if of == "sample" else 1)
         for (place, sequence), number in tokens.items()
     }
-
-
-def _constant(low: float, high: float, tolerance: float) -> float | None:
-    middle = (low + high) / 2
-    is_one = math.isfinite(middle) and abs(high - low) <= tolerance * abs(middle)
-    return middle if middle and is_one else None
-
-
-def _is(value: float, wanted: float, tolerance: float) -> bool:
-    return abs(value / wanted - 1) <= tolerance
-
-
-def _spread(low: float, high: float) -> float:
-    """Return the larger weight over the smaller, by size; infinite if one is 0 or they differ in
-    sign.
-    """
-    small, large = sorted((abs(low), abs(high)))
-    if not math.isfinite(low + high) or low * high <= 0:
-        return math.inf if low != high or low else 1.0
-    return large / small

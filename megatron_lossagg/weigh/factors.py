@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lossagg.contract.finalize import FinalizeHook
+from megatron_lossagg.contract.finalize import FinalizeHook, own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.held_gradients import HeldGradients
 from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
@@ -96,15 +97,17 @@ class MegatronRun:
         self._scale: Tensor | None = None
 
     def begin(self, on_finalize: Callable[[Tensor | None], None]) -> None:
-        """Watch the config's finalize function; without one, nobody finalizes."""
+        """Watch the config's finalize function; without one, or held back, nobody finalizes."""
         config = self.chunks[0].config
-        if config.finalize_model_grads_func is not None:
+        own = own_finalize(config)
+        if own is not None and not isinstance(getattr(own, "__self__", None), HeldGradients):
             self._hook = FinalizeHook(config, on_finalize)
 
     def end(self) -> None:
         """Put the config's own function back, and keep the loss scale, which a step may change."""
         if self._hook is not None:
             self._hook.end()
+            self._hook = None  # which knows who weighs, and so the copies of gradients
         chunk = self.chunks[-1]
         if chunk.config.grad_scale_func is not None:
             device = next((parameter.device for parameter in chunk.parameters()), None)

@@ -1,11 +1,17 @@
-"""Listen at a tensor: which gradients arrive there in the backward pass."""
+"""Listen at a tensor: which gradients arrive there in the backward pass, and whether it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass runs, so that what is called now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def listen(tensor: Tensor, arrived: list[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from megatron_lossagg.errors import ContractError, LossAggregationError, message
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import Place, run_of
-from megatron_lossagg.weigh.listen import listen
+from megatron_lossagg.weigh.listen import is_in_backward, listen
 
 LOSS = "loss"
 """The name of a loss of one term."""
@@ -45,7 +45,15 @@ class _Call:
     cp_group: ProcessGroup | None = None
     first: int = 0
     """Of its microbatch, the number of its first sequence."""
+    has_graph: bool = True
     arrived: list[Tensor] = field(default_factory=list)
+    again: _Call | None = None
+    """The same losses with a graph, recomputed in the backward pass: of a reentrant checkpoint."""
+
+    @property
+    def trained(self) -> _Call:
+        """The call at which gradients arrived."""
+        return self.again if self.again is not None and self.again.arrived else self
 
 
 class Weighing:
@@ -83,6 +91,8 @@ class Weighing:
         self._num_microbatches = num_microbatches
         self._terms: dict[str, list[list[_Call]]] = {}
         """Of each term, its microbatches, in most programs of one call each."""
+        self._fault: ContractError | None = None
+        """What one call of :meth:`losses` was refused for."""
         self._num_tokens: Tensor | None = None
         self._num_finalized = 0
         self._has_begun = False
@@ -120,7 +130,18 @@ class Weighing:
         sequences. ``microbatch``: its number, from 0, for a loss that is computed in pieces or not
         at all: each call for one has more of its sequences, told by ``lengths``. ``cp_group``: with
         dynamic context parallelism, the microbatch's own group, whose ranks hold its sequences.
+        What is wrong with a call is raised by :meth:`weighed`, on every rank.
         """
+        call = _Call((), 0.0, cu_seqlens, lengths, mask, names, cp_group)
+        try:
+            return self._heard(losses, call, term, microbatch)
+        except ContractError as error:
+            self._fault = self._fault or error
+            return losses
+
+    def _heard(self, losses: Tensor, call: _Call, term: str, microbatch: int | None) -> Tensor:
+        """Note a call and listen to its losses."""
+        mask, m = call.mask, self._num_microbatches
         if not isinstance(losses, Tensor) or losses.dim() > 2 or not losses.is_floating_point():
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ContractError(
@@ -132,21 +153,50 @@ class Weighing:
                 f"got a mask of {mask.numel()} for {losses.numel()} losses, expected as many: pass "
                 "the part of the mask that this rank holds"
             )
-        eps = torch.finfo(losses.dtype).eps
+        if microbatch is not None and m is not None and not 0 <= microbatch < m:
+            raise ContractError(
+                f"got microbatch={microbatch} in a step of {m}, expected 0 to {m - 1}"
+            )
+        call.shape, call.eps = tuple(losses.shape), torch.finfo(losses.dtype).eps
+        call.has_graph = losses.requires_grad
         microbatches = self._terms.setdefault(term, [])
+        if is_in_backward():
+            self._is_recomputed(
+                microbatches if microbatch is None else [microbatches[microbatch]], call
+            )
+        else:
+            self._append(microbatches, call, microbatch)
+        if not losses.requires_grad:
+            return losses
+        listened = losses.clone()  # whose node is of the losses only
+        listen(listened, call.arrived)
+        return listened
+
+    def _append(self, microbatches: list[list[_Call]], call: _Call, microbatch: int | None) -> None:
         most = len(microbatches) + 1
         if microbatch is not None:
             most = max(microbatch + 1, self._num_microbatches or 0)
         microbatches += [[] for _ in range(len(microbatches), most)]
         calls = microbatches[-1 if microbatch is None else microbatch]
-        first = sum(len(call.lengths or ()) for call in calls)
-        heard = _Call(tuple(losses.shape), eps, cu_seqlens, lengths, mask, names, cp_group, first)
-        calls.append(heard)
-        if not losses.requires_grad:
-            return losses
-        listened = losses.clone()  # whose node is of the losses only
-        listen(listened, heard.arrived)
-        return listened
+        lengths = [one.lengths for one in (*calls, call)]
+        if calls and any(one is None for one in lengths):
+            raise ContractError(
+                f"got {len(lengths)} calls for microbatch {microbatch}, expected lengths= in each: "
+                "pass the tokens of its sequences"
+            )
+        call.first = sum(len(one.lengths) for one in calls if one.lengths is not None)
+        calls.append(call)
+
+    @staticmethod
+    def _is_recomputed(microbatches: Sequence[Sequence[_Call]], call: _Call) -> None:
+        """Note a call of the backward pass at the first call that had no graph.
+
+        Without one the first calls' graph is the one that trains.
+        """
+        for first in chain(*microbatches):
+            if not first.has_graph and first.again is None:
+                first.again, call.first = call, first.first
+                return
 
     def weighed(self) -> Weighed:
         """Compare the weights of all ranks with every mode; the same on every rank.
@@ -161,9 +211,9 @@ class Weighing:
 
     def terms(self) -> dict[str, Weighed]:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
-        own: tuple[RankWeights, dict[str, list[Part]]] | str
+        own: tuple[RankWeights, dict[str, RankWeights]] | str
         try:
-            own = self.of_this_rank(), {term: self._parts_of(term) for term in self._terms}
+            own = self.of_this_rank(), {term: self.of_this_rank(term) for term in self._terms}
         except LossAggregationError as error:
             own = str(error)
         except Exception as error:  # whatever it is, no rank may leave the others waiting
@@ -177,7 +227,7 @@ class Weighing:
             raise ContractError(refused)
         names = dict.fromkeys(name for rank, terms in found if rank.counts for name in terms)
         return {
-            name: compare([replace(rank, parts=terms.get(name, [])) for rank, terms in found])
+            name: compare([terms.get(name, replace(rank, parts=[])) for rank, terms in found])
             for name in names or [LOSS]
         }
 
@@ -187,6 +237,8 @@ class Weighing:
         No collective. A rank that computes no loss, or is not the first of its tensor-parallel
         ranks, has none.
         """
+        if self._fault is not None:
+            raise self._fault
         if self._num_finalized > 1:
             raise ContractError(
                 f"got {self._num_finalized} steps inside of one Weighing, expected one: make a "
@@ -194,7 +246,7 @@ class Weighing:
             )
         place = self.run.place
         calls = [len(microbatches) for microbatches in self._terms.values()]
-        every = [one for microbatches in self._terms.values() for one in chain(*microbatches)]
+        every = [call.trained for call in chain(*self._terms.get(term, []))]
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
         return RankWeights(
             sizes={"M": self._num_microbatches or max(calls, default=0), **place.sizes},
@@ -203,26 +255,25 @@ class Weighing:
             is_divided=num_tokens is not None,
             is_finalized=bool(self._num_finalized),
             counts=place.counts,
-            tolerance=max([TOLERANCE, *(one.eps for one in every)]),
+            tolerance=max([TOLERANCE, *(call.eps for call in every if call.arrived)]),
         )
 
     def _parts_of(self, term: str) -> list[Part]:
         microbatches, m = self._terms.get(term, []), self._num_microbatches
         if not self.run.place.counts:
             return []
-        if m is not None and len(microbatches) % m:
+        if m is not None and len(microbatches) not in (0, m):
             raise ContractError(
                 f"got {len(microbatches)} calls of losses for the term {term!r} in a step of "
                 f"{m} microbatches, expected as many: call it for each, with tokens or without"
             )
-        factor, parts = self.run.factor() / self._loss_scale, []
-        # Where the loss is recomputed in the backward pass, a microbatch has two calls in turn.
-        times = max(len(microbatches) // m, 1) if m else 1
-        for index in range(len(microbatches) // times):
-            for calls in zip(*microbatches[index * times : (index + 1) * times], strict=True):
-                arrived = [gradient for call in calls for gradient in call.arrived]
-                parts += self._parts(index, replace(calls[-1], arrived=arrived), factor)
-        return parts
+        factor = self.run.factor() / self._loss_scale
+        return [
+            part
+            for index, calls in enumerate(microbatches)
+            for call in calls
+            for part in self._parts(index, call.trained, factor)
+        ]
 
     def _finalizes(self, num_tokens: Tensor | None) -> None:
         self._num_finalized += 1
@@ -233,12 +284,13 @@ class Weighing:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
         num_tokens, run = int(np.prod(heard.shape)), self.run.of_microbatch(heard.cp_group)
         if heard.lengths is not None:
-            segments = np.repeat(np.arange(len(heard.lengths)), heard.lengths)
+            held_G = [*range(len(heard.lengths))]
+            segments = np.repeat(held_G, heard.lengths)
             allows_tail = False
         else:
             layout = run.layout(heard.shape, heard.cu_seqlens)
             segments = np.repeat(layout.segment_R, layout.length_R)
-            allows_tail = layout.allows_tail
+            held_G, allows_tail = np.unique(segments).tolist(), layout.allows_tail
         held = len(segments)
         if held > num_tokens or (held < num_tokens and not allows_tail):
             raise ContractError(
@@ -260,7 +312,7 @@ class Weighing:
             )
         return [
             _part(run.place, index, heard, segment, weight_T[trained_T & (segment_T == segment)])
-            for segment in np.unique(segments).tolist()
+            for segment in held_G
         ]
 
 
@@ -272,7 +324,7 @@ def _part(
         cp_rank=place.cp_rank,
         microbatch=microbatch,
         sequence=heard.first + segment,
-        name=heard.names[segment] if heard.names else "",
+        name=heard.names[segment] if heard.names and segment < len(heard.names) else "",
         tokens=len(weights),
         weight_sum=float(weights.sum()),
         weight_min=float(weights.min()) if len(weights) else 0.0,

@@ -1,10 +1,12 @@
 """What lossagg weigh refuses before it runs a script, and the picture of a weighed step."""
 
 import sys
+from argparse import Namespace
 
 import pytest
 
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.weigh import _printed
 from megatron_lossagg.cli.weighed_picture import drawn, figure_of
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
@@ -29,7 +31,7 @@ def test_only_a_mode_that_weights_show_can_be_expected(capsys):
     assert "token_mean" in capsys.readouterr().err
 
 
-def weighed(*weights):
+def weighed(*weights, num_empty=0):
     """Return a step of one rank whose sequences have 2, 4, 6, ... tokens of these weights."""
     parts = [
         Part(
@@ -43,6 +45,11 @@ def weighed(*weights):
             weight_max=w,
         )
         for number, w in enumerate(weights)
+    ]
+    nothing = {"tokens": 0, "weight_sum": 0.0, "weight_min": 0.0, "weight_max": 0.0}
+    parts += [
+        Part(dp_rank=0, cp_rank=0, microbatch=1, sequence=number, **nothing)
+        for number in range(num_empty)
     ]
     sizes = {"M": 1, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
     place = {
@@ -67,3 +74,22 @@ def test_the_picture_has_a_dot_per_sequence_at_its_weight_times_n(weights):
 def test_a_picture_of_a_kind_that_cannot_be_drawn_is_refused():
     with pytest.raises(LossAggregationError, match=r"name a \.svg or a \.png file"):
         drawn(weighed(1.0), "doc", number=1)
+
+
+def test_a_report_that_cannot_be_written_ends_no_training(tmp_path, capsys):
+    missing, unwritten = tmp_path / "missing" / "report.json", []
+    report = _printed(Namespace(json=missing, picture=None), unwritten)
+    for number in (1, 2):
+        report(weighed(0.5), number, "loss")
+    out, err = capsys.readouterr()
+    assert out.count("verdict: trains token_mean") == 2
+    assert err.count(str(missing)) == len(unwritten) == 2
+
+
+@pytest.mark.parametrize("b", [2, 3])
+def test_the_curve_of_a_sample_mean_counts_the_empty_sequences_that_it_trains(b):
+    step = weighed(1 / (2 * b), 1 / (4 * b), num_empty=1)
+    assert step.counted_empty == b - 2
+    curves = {line.get_label(): line for line in figure_of(step, number=1).axes[0].lines}
+    drawn_weights = curves["sample_mean"].get_ydata()
+    assert [*drawn_weights][::50] == pytest.approx([6 / (2 * b), 6 / (4 * b)])

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from conftest import each_check
 
-from megatron_lossagg.weigh.compare import Part, RankWeights, compare, equal_products
+from megatron_lossagg.weigh.compare import Part, RankWeights, compare
+from megatron_lossagg.weigh.ratios import equal_products
 from megatron_lossagg.weigh.report import as_json, text
 
 output_of_dp2, test_dp2 = each_check("weigh/weigh_worker.py", processes=2)
@@ -68,27 +69,52 @@ def with_empty(weight, *places):
 
 
 @pytest.mark.parametrize(
-    ("b", "places", "trains"),
+    ("weight", "trains"),
     [
-        (3, [(0, 2), (1, 1)], "sample_mean"),  # they are padding, or not counted
-        (5, [(0, 2), (1, 1)], "sample_mean with 2 empty"),
-        (4, [(0, 2), (0, 3)], "sample_mean with 1 empty"),  # what ends the microbatch is padding
+        (lambda n_mb, n: 1 / (3 * n), "sample_mean"),  # they are padding, or not counted
+        (lambda n_mb, n: 1 / (4 * n), "sample_mean with 1 empty"),
+        (lambda n_mb, n: 1 / (5 * n), "sample_mean with 2 empty"),
+        (lambda n_mb, n: 1 / 5, "sample_sum with 2 empty"),
     ],
 )
-def test_a_sample_mean_may_count_sequences_without_a_token(b, places, trains):
-    step = compare(with_empty(lambda n_mb, n: 1 / (b * n), *places))
-    assert (step.trains, step.num_empty, step.causes) == (trains, len(places), ())
-    assert step.fits_mode("sample_mean")
-    assert not step.fits_mode("sample_sum")
+def test_a_mode_over_samples_may_count_some_sequences_without_a_token(weight, trains):
+    step = compare(with_empty(weight, (0, 2), (1, 1)))
+    assert (step.trains, step.num_empty, step.causes) == (trains, 2, ())
+    mode, *others = trains.split(" with ")
+    assert step.nearest == mode
+    assert step.counted_empty == (int(others[0].split()[0]) if others else 0)
+    assert step.fits_mode(mode)
+    assert not step.fits_mode("token_sum")
+    assert step.factor == pytest.approx(3 / (3 + step.counted_empty))
     assert [sequence.tokens for sequence in step.sequences] == [3, 5, 4]
-    assert f"12 tokens in 3 sequences and {len(places)} empty" in text(step)
+    assert "12 tokens in 3 sequences and 2 empty" in text(step)
+    without = f", {step.factor:.6g} times {mode} without"
+    assert f"verdict: trains {trains}{without * (step.counted_empty > 0)}" in text(step)
 
 
-@pytest.mark.parametrize("b", [4, 6])
-def test_no_other_number_of_empty_sequences_is_a_sample_mean(b):
-    step = compare(with_empty(lambda n_mb, n: 1 / (b * n), (0, 2), (1, 1)))
-    assert (step.trains, step.nearest) == (None, "sample_mean")
+@pytest.mark.parametrize("factor", [1 / 6, 3 / 4.5, 3 / 2, -3 / 4])
+def test_no_number_of_empty_sequences_explains_another_factor(factor):
+    step = compare(with_empty(lambda n_mb, n: factor / (3 * n), (0, 2), (1, 1)))
+    assert (step.trains, step.nearest, step.factor) == (
+        None,
+        "sample_mean",
+        pytest.approx(factor),
+    )
     assert not step.fits_mode("sample_mean")
+
+
+def test_a_factor_of_the_sizes_is_named_and_no_count_of_empty_sequences():
+    step = compare(with_empty(lambda n_mb, n: 1 / (6 * n), (0, 2), (0, 3), (1, 1)))
+    assert (step.trains, step.factor) == (None, pytest.approx(1 / 2))
+    assert step.causes == (
+        "a constant factor on sample_mean: 0.5 = 1/M, or B counts 3 of 3 empty sequences",
+    )
+
+
+def test_tokens_that_are_all_weighed_with_0_train_nothing():
+    step = compare(ranks(lambda n_mb, n: 0.0))
+    assert (step.trains, step.tokens) == (None, 12)
+    assert "verdict: trains nothing" in text(step)
 
 
 def test_num_tokens_divide_what_was_measured():

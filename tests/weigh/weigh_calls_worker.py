@@ -4,20 +4,31 @@ The loss of token t is weight t, as in ``weigh_worker.py``, without a schedule.
 """
 
 import os
+from contextlib import suppress
+from itertools import product
 
+import numpy as np
 import pytest
 import tiny_gpt
 import token_model
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from torch.utils.checkpoint import checkpoint
 
+from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.weigh.weighing import Weighing
 
 CP = int(os.environ["WORLD_SIZE"]) // 2
 CUTS = [0, 8, 12, 16]
 LOSS_SCALE = 1024.0
+
+
+class DeferredStepError(Exception):
+    """Ends a deferred step before it is finished."""
+
+
 SIZES = (2, 1, 4)
 """Of the groups of three microbatches, with dynamic context parallelism."""
 
@@ -78,16 +89,36 @@ def check_losses_without_their_group_are_refused_with_dynamic_context_parallelis
 
 
 def check_a_loss_that_is_recomputed_is_weighed_once():
-    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
-    mask, losses = torch.ones(4), [chunk(torch.arange(4)) for _ in range(2)]
-    weighing = Weighing([chunk], num_microbatches=1)
-    with weighing:
-        losses = [weighing.losses(one, mask, lengths=[3, 1]) for one in losses]
-        losses[1].sum().backward()
-    parts = weighing.of_this_rank().parts
-    assert [(part.microbatch, part.tokens) for part in parts] == [(0, 3), (0, 1)]
-    assert all(part.weight_min == part.weight_max > 0 for part in parts)
-    assert weighing.weighed().tokens == 4 * dist.get_world_size()
+    """In turn, and all forward passes before the first backward pass."""
+    lengths, masks = ([3, 1], [2, 4]), (torch.ones(4), torch.tensor([0, 1, 1, 1, 1, 1]))
+    for is_reentrant, in_turn, with_mask in product((True, False), (True, False), (True, False)):
+        chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+        weighing = Weighing([chunk], num_microbatches=2)
+
+        def loss_of(tokens, m, weighing=weighing, chunk=chunk, with_mask=with_mask):
+            losses = chunk(tokens.long()) * tokens.clamp(1, 1)
+            mask = masks[m] if with_mask else None
+            losses = weighing.losses(losses, mask, lengths=lengths[m])
+            n = torch.repeat_interleave(torch.tensor([*lengths[m]]), torch.tensor(lengths[m]))
+            return (losses * masks[m] / n).sum() / (4 * dist.get_world_size())
+
+        with weighing:
+            losses = []
+            for m in range(2):
+                tokens = torch.arange(len(masks[m])).double().requires_grad_()
+                losses.append(checkpoint(loss_of, tokens, m, use_reentrant=is_reentrant))
+                if in_turn:
+                    losses[-1].backward()
+            for loss in losses if not in_turn else ():
+                loss.backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        found = [
+            (part.microbatch, part.sequence, part.tokens) for part in weighing.of_this_rank().parts
+        ]
+        assert found == [(0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 1, 4)]
+        step = weighing.weighed()
+        assert step.num_empty == 0
+        assert step.tokens == 9 * dist.get_world_size()
 
 
 def check_a_call_that_is_missing_for_a_microbatch_is_refused():
@@ -181,8 +212,10 @@ def check_what_one_rank_refuses_is_raised_on_every_rank():
 def check_a_mask_of_any_dtype_is_taken_and_of_another_size_refused():
     chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
     weighing = Weighing([chunk])
+    weighing.losses(chunk(torch.arange(4)), torch.ones(3), lengths=[4])
     with pytest.raises(ContractError, match="got a mask of 3 for 4 losses"):
-        weighing.losses(chunk(torch.arange(4)), torch.ones(3), lengths=[4])
+        weighing.weighed()
+    weighing = Weighing([chunk])
     with weighing:
         mask = torch.ones(4, dtype=torch.bfloat16)
         weighing.losses(chunk(torch.arange(4)), mask, lengths=[4]).sum().backward()
@@ -205,8 +238,11 @@ def check_offsets_that_are_not_of_the_losses_are_refused():
     weighing.losses(chunk(torch.arange(4)), cu_seqlens=CUTS)
     with pytest.raises(ContractError, match="got losses of 4 tokens, expected"):
         weighing.of_this_rank()
+    weighing = Weighing([chunk])
+    logits = torch.zeros(2, 3, 4)
+    assert weighing.losses(logits) is logits  # the step goes on, and every rank raises
     with pytest.raises(ContractError, match="expected the losses of tokens"):
-        weighing.losses(torch.zeros(2, 3, 4))
+        weighing.weighed()
 
 
 def check_a_loss_in_pieces_is_one_microbatch_and_one_without_a_call_has_no_token():
@@ -222,6 +258,59 @@ def check_a_loss_in_pieces_is_one_microbatch_and_one_without_a_call_has_no_token
     found = [(part.microbatch, part.sequence, part.name, part.tokens) for part in parts]
     assert found == [(0, 0, "a", 3), (0, 1, "b", 1), (0, 2, "c", 2), (2, 0, "", 6)]
     assert weighing.of_this_rank().sizes["M"] == 3
+
+
+def check_calls_that_are_no_piece_of_a_microbatch_are_refused():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    for calls, words in (
+        ([{"microbatch": 0}, {"microbatch": 0}], "got 2 calls for microbatch 0, expected lengths="),
+        ([{"microbatch": 2, "lengths": [4]}], "got microbatch=2 in a step of 2, expected 0 to 1"),
+    ):
+        weighing = Weighing([chunk], num_microbatches=2)
+        for call in calls:
+            weighing.losses(chunk(torch.arange(4)), **call)
+        with pytest.raises(ContractError, match=words):
+            weighing.weighed()
+
+
+def check_sequences_of_length_0_are_empty_and_padding_needs_no_name():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        losses = chunk(torch.arange(4))
+        one = weighing.losses(losses, lengths=np.array([3, 0, 1]), names=["a", "b"])
+        (one / torch.tensor([3, 3, 3, 1]) / 3).sum().backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    step = weighing.weighed()
+    assert (step.num_empty, step.sizes["CP"]) == (dist.get_world_size() // CP, CP)
+    assert [one.name for one in step.sequences if one.dp_rank == 0] == ["a", ""]
+
+
+def check_a_coarser_dtype_of_a_term_that_is_not_trained_loosens_nothing():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk])
+    with weighing:
+        losses = chunk(torch.arange(4)).float()
+        loss = weighing.losses(losses, lengths=[4], term="policy").mean()
+        weighing.losses(losses.detach().bfloat16(), lengths=[4], term="clipped")
+        (loss * 1.005).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    assert weighing.terms()["policy"].trains is None
+
+
+def check_a_call_of_a_deferred_step_trains_no_mode_that_is_known():
+    aggregator = LossAggregator([token_model.wrapped(tiny_gpt.config_of(), 16)], "token_mean")
+    (chunk,) = aggregator.chunks
+    chunk.zero_grad_buffer()
+    finalize = chunk.config.finalize_model_grads_func
+    with suppress(DeferredStepError), aggregator.deferred():
+        with Weighing([chunk]) as weighing:
+            losses = weighing.losses(chunk(torch.arange(4)), lengths=[4])
+            losses.mean().backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        assert "not finalized" in weighing.weighed().causes[0]
+        raise DeferredStepError
+    assert chunk.config.finalize_model_grads_func == finalize
 
 
 if __name__ == "__main__":

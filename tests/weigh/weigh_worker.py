@@ -219,7 +219,7 @@ def check_a_step_of_an_aggregation_weighs_as_its_mode():
 
 
 def check_a_sample_mean_over_empty_sequences_is_told_from_one_over_the_others():
-    """One sequence is empty on purpose, and the padding that ends each microbatch."""
+    """One sequence is empty on purpose, and so is the padding that ends each microbatch."""
     active = ACTIVE.copy()
     active[0, 1, 8:12] = False
     weighed, _ = weighed_sample_mean(active, per_token=False)

@@ -1,0 +1,63 @@
+"""Factors between measured weights and those of a mode: what they are, and what explains them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from math import prod
+
+
+def equal_products(
+    factor: float, sizes: Mapping[str, int], others: Mapping[str, int], *, tolerance: float
+) -> list[str]:
+    """Name the products of ``sizes``, and ``others`` by themselves, that equal a factor.
+
+    Also their inverse, as ``1/(M DP)``; the shortest first.
+    """
+    names = [name for name, size in sizes.items() if size > 1]
+    products = {**others} | {
+        " ".join(chosen): prod(sizes[name] for name in chosen)
+        for number in range(1, len(names) + 1)
+        for chosen in combinations(names, number)
+    }
+    found = [name for name, value in products.items() if abs(factor / value - 1) < tolerance]
+    inverse = [
+        f"1/({name})" if " " in name else f"1/{name}"
+        for name, value in products.items()
+        if abs(factor * value - 1) < tolerance
+    ]
+    return sorted(found + inverse, key=len)
+
+
+def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:
+    """Return how many empty sequences B counts if it makes a factor of ``at``: V / (V + k), or 0.
+
+    ``v``: V, the sequences with a token.
+    """
+    if at is None or not v / (v + num_empty + 1) < at < 1:
+        return 0
+    k = round(v / at) - v
+    return k if 0 < k <= num_empty and is_near(at * (v + k) / v, 1, tolerance) else 0
+
+
+def constant(low: float, high: float, tolerance: float) -> float | None:
+    """Return what lies between two ratios that are one but for ``tolerance``, else None."""
+    middle = (low + high) / 2
+    is_one = math.isfinite(middle) and abs(high - low) <= tolerance * abs(middle)
+    return middle if middle and is_one else None
+
+
+def is_near(value: float, wanted: float, tolerance: float) -> bool:
+    """Whether a number is another but for ``tolerance``, relative to that."""
+    return abs(value / wanted - 1) <= tolerance
+
+
+def spread(low: float, high: float) -> float:
+    """Return the larger weight over the smaller, by size; infinite if one is 0 or they differ in
+    sign.
+    """
+    small, large = sorted((abs(low), abs(high)))
+    if not math.isfinite(low + high) or low * high <= 0:
+        return math.inf if low != high or low else 1.0
+    return large / small
