@@ -4,7 +4,8 @@ Under torchrun, in a Megatron-LM checkout: the options of this command stand
 before the script, and the script's own after it, as with `lossagg run`. The
 script trains bit for bit as without this command; the weights of the first
 step are printed on rank 0, and training goes on. Exit status: the script's;
-with --expect, 1 if the last weighed step trains something else.
+1 with --expect if the last weighed step trains something else, and if a
+report could not be written.
 """
 
 from __future__ import annotations

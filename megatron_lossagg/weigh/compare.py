@@ -22,6 +22,8 @@ _OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
 TOLERANCE = 1e-4
 """Relative, of float32 losses: a few roundings of the script's own."""
+_FINEST = 1e-6
+"""Relative: how well a weight in float32 is known at best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +159,15 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     nearest = min(modes, key=lambda name: spread(*modes[name]), default="token_mean")
     empty: dict[str | None, int] = {}
+    hints = []
     for name in _OVER_SAMPLES:
-        at = found.get(name)
-        k = counted_empty(at, len(sequences), num_empty, tolerance)
-        if at and k and not equal_products(at, sizes, {}, tolerance=tolerance):
+        at, apart = found.get(name), tolerance
+        if tolerance == TOLERANCE:  # of float32, whose weights are known better
+            apart = max(spread(*modes.get(name, (1.0, 1.0))) - 1, _FINEST)
+        k = counted_empty(at, len(sequences), num_empty, apart)
+        if at and k and equal_products(at, sizes, {}, tolerance=tolerance):
+            hints.append(f"or {name}, if B counts {k} of {num_empty} empty sequences")
+        elif at and k:
             of_k, more = f"{name} with {k} empty", 1 + k / len(sequences)
             modes[of_k] = modes[name][0] * more, modes[name][1] * more
             found[of_k], empty[of_k] = at * more, k
@@ -190,6 +197,7 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
     causes = _causes(
         step, counted, factor, tolerance=tolerance, divides=divides, num_tokens=num_tokens
     )
+    causes += hints if is_finalized else []
     return Weighed(**{**vars(step), "causes": tuple(causes)})
 
 
@@ -287,9 +295,6 @@ def _causes(
         others = {"N": step.tokens, "B": len(step.sequences)}
         names = equal_products(step.factor, step.sizes, others, tolerance=tolerance)
         equal = f" = {' = '.join(names)}" if names else ""
-        if step.nearest in _OVER_SAMPLES:
-            k = counted_empty(step.factor, len(step.sequences), step.num_empty, tolerance)
-            equal += f", or B counts {k} of {step.num_empty} empty sequences" if k else ""
         return [f"a constant factor on {step.nearest}: {step.factor:.6g}{equal}"]
     m, dp, cp = (step.sizes[name] for name in ("M", "DP", "CP"))
     for where, num_means, place_of in (

@@ -33,11 +33,12 @@ def equal_products(
 def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:
     """Return how many empty sequences B counts if it makes a factor of ``at``: V / (V + k), or 0.
 
-    ``v``: V, the sequences with a token.
+    ``v``: V, the sequences with a token. ``tolerance``: of ``at``, relative; where it cannot tell
+    a count from the next, only all of ``num_empty`` are looked for.
     """
     if at is None or not v / (v + num_empty + 1) < at < 1:
         return 0
-    k = round(v / at) - v
+    k = round(v / at) - v if tolerance * (v + num_empty) < 0.5 else num_empty
     return k if 0 < k <= num_empty and is_near(at * (v + k) / v, 1, tolerance) else 0
 
 

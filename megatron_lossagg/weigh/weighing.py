@@ -48,12 +48,21 @@ class _Call:
     has_graph: bool = True
     arrived: list[Tensor] = field(default_factory=list)
     again: _Call | None = None
-    """The same losses with a graph, recomputed in the backward pass: of a reentrant checkpoint."""
+    """The same losses, recomputed in the backward pass, at which gradients arrived."""
 
     @property
     def trained(self) -> _Call:
         """The call at which gradients arrived."""
-        return self.again if self.again is not None and self.again.arrived else self
+        return self.again or self
+
+    def is_like(self, other: _Call) -> bool:
+        """Whether another has losses of the same shape, mask and lengths; waits for the device."""
+        if self.mask is None or other.mask is None:
+            is_mask = self.mask is other.mask
+        else:
+            is_mask = self.mask.reshape(-1).tolist() == other.mask.reshape(-1).tolist()
+        lengths = [None if one.lengths is None else [*one.lengths] for one in (self, other)]
+        return self.shape == other.shape and is_mask and lengths[0] == lengths[1]
 
 
 class Weighing:
@@ -91,6 +100,8 @@ class Weighing:
         self._num_microbatches = num_microbatches
         self._terms: dict[str, list[list[_Call]]] = {}
         """Of each term, its microbatches, in most programs of one call each."""
+        self._recomputed: list[tuple[str, int | None, _Call]] = []
+        """Calls of the backward pass, with term and microbatch."""
         self._fault: ContractError | None = None
         """What one call of :meth:`losses` was refused for."""
         self._num_tokens: Tensor | None = None
@@ -136,7 +147,7 @@ class Weighing:
         try:
             return self._heard(losses, call, term, microbatch)
         except ContractError as error:
-            self._fault = self._fault or error
+            self._fault = self._fault or error.with_traceback(None)  # which knows this
             return losses
 
     def _heard(self, losses: Tensor, call: _Call, term: str, microbatch: int | None) -> Tensor:
@@ -161,9 +172,7 @@ class Weighing:
         call.has_graph = losses.requires_grad
         microbatches = self._terms.setdefault(term, [])
         if is_in_backward():
-            self._is_recomputed(
-                microbatches if microbatch is None else [microbatches[microbatch]], call
-            )
+            self._recomputed.append((term, microbatch, call))
         else:
             self._append(microbatches, call, microbatch)
         if not losses.requires_grad:
@@ -187,16 +196,24 @@ class Weighing:
         call.first = sum(len(one.lengths) for one in calls if one.lengths is not None)
         calls.append(call)
 
-    @staticmethod
-    def _is_recomputed(microbatches: Sequence[Sequence[_Call]], call: _Call) -> None:
-        """Note a call of the backward pass at the first call that had no graph.
+    def _put_recomputed(self) -> None:
+        """Put the recomputed losses that train where they were first heard.
 
-        Without one the first calls' graph is the one that trains.
+        That is a call without a graph, of the same losses if there is one. Recomputed losses at
+        which no gradient arrived train nothing: the graph of the first ones does.
         """
-        for first in chain(*microbatches):
-            if not first.has_graph and first.again is None:
+        recomputed, self._recomputed = self._recomputed, []
+        for term, microbatch, call in recomputed:
+            if not call.arrived:
+                continue
+            microbatches = self._terms[term]
+            of = microbatches if microbatch is None else microbatches[microbatch : microbatch + 1]
+            left = [one for one in chain(*of) if not one.has_graph and one.again is None]
+            if left:
+                first = next((one for one in left if one.is_like(call)), left[0])
                 first.again, call.first = call, first.first
-                return
+            else:  # nothing was heard without a graph
+                self._append(microbatches, call, microbatch)
 
     def weighed(self) -> Weighed:
         """Compare the weights of all ranks with every mode; the same on every rank.
@@ -227,7 +244,12 @@ class Weighing:
             raise ContractError(refused)
         names = dict.fromkeys(name for rank, terms in found if rank.counts for name in terms)
         return {
-            name: compare([terms.get(name, replace(rank, parts=[])) for rank, terms in found])
+            name: compare(
+                [
+                    terms.get(name, replace(rank, parts=[], tolerance=TOLERANCE))
+                    for rank, terms in found
+                ]
+            )
             for name in names or [LOSS]
         }
 
@@ -239,6 +261,7 @@ class Weighing:
         """
         if self._fault is not None:
             raise self._fault
+        self._put_recomputed()
         if self._num_finalized > 1:
             raise ContractError(
                 f"got {self._num_finalized} steps inside of one Weighing, expected one: make a "

@@ -134,8 +134,9 @@ def compare(framework, dtype, cp_size, path):
         framework.hooks.name, steps=1000, report=lambda step, _, term: weighed.update({term: step})
     )
     for most_tokens in (1000, 1):  # all of a rank's sequences in one microbatch, or each in its own
+        of_size = {"max_tokens_per_gpu": most_tokens, "recompute_loss_function": most_tokens == 1}
         for name, (given, policy, rest) in cases(framework).items():
-            args = arguments(framework, **base, **given, max_tokens_per_gpu=most_tokens)
+            args = arguments(framework, **base, **given, **of_size)
             data, steps = rollout_data(framework, args, converted[name])
             if args.custom_megatron_init_path:
                 framework.load_function(args.custom_megatron_init_path)(args)

@@ -103,12 +103,30 @@ def test_no_number_of_empty_sequences_explains_another_factor(factor):
     assert not step.fits_mode("sample_mean")
 
 
-def test_a_factor_of_the_sizes_is_named_and_no_count_of_empty_sequences():
+def test_a_factor_of_the_sizes_may_be_a_count_of_empty_sequences_and_is_not_trained():
     step = compare(with_empty(lambda n_mb, n: 1 / (6 * n), (0, 2), (0, 3), (1, 1)))
     assert (step.trains, step.factor) == (None, pytest.approx(1 / 2))
     assert step.causes == (
-        "a constant factor on sample_mean: 0.5 = 1/M, or B counts 3 of 3 empty sequences",
+        "a constant factor on sample_mean: 0.5 = 1/M",
+        "or sample_mean, if B counts 3 of 3 empty sequences",
     )
+
+
+@pytest.mark.parametrize(("factor", "k"), [(0.9, 0), (4096 / 4352, 256), (4096 / 5120, 1024)])
+def test_in_a_large_step_a_factor_is_no_count_unless_it_is_one_to_six_digits(factor, k):
+    v, n = 4096, [3, 5]
+    w = [factor / (v * n[number % 2]) for number in range(v)]
+    parts = [
+        replace(one, tokens=n[number % 2], weight_sum=n[number % 2] * w[number])
+        for number, one in enumerate(parts_of(*zip(w, w, strict=True)))
+    ]
+    nothing = {"tokens": 0, "weight_sum": 0.0, "weight_min": 0.0, "weight_max": 0.0}
+    parts += [replace(parts[0], microbatch=1, sequence=number, **nothing) for number in range(1024)]
+    (one,) = ranks(lambda n_mb, n: 1.0)
+    step = compare([replace(one, parts=parts)])
+    assert (step.counted_empty, step.fits_mode("sample_mean")) == (k, k > 0)
+    coarse = compare([replace(one, parts=parts, tolerance=2**-7)])
+    assert coarse.counted_empty == (k if k == 1024 else 0)
 
 
 def test_tokens_that_are_all_weighed_with_0_train_nothing():

@@ -5,6 +5,7 @@ The loss of token t is weight t, as in ``weigh_worker.py``, without a schedule.
 
 import os
 from contextlib import suppress
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -23,6 +24,8 @@ from megatron_lossagg.weigh.weighing import Weighing
 CP = int(os.environ["WORLD_SIZE"]) // 2
 CUTS = [0, 8, 12, 16]
 LOSS_SCALE = 1024.0
+N_OF = (torch.tensor([3, 1]), torch.tensor([1, 4]))
+"""Active tokens of the sequences of two microbatches."""
 
 
 class DeferredStepError(Exception):
@@ -88,37 +91,61 @@ def check_losses_without_their_group_are_refused_with_dynamic_context_parallelis
         weighing.weighed()
 
 
+def recomputed(loss_of, kinds):
+    """Put a function into checkpoints, one in another; ``kinds``: whether each is reentrant."""
+    for is_reentrant in kinds:
+        loss_of = partial(checkpoint, loss_of, use_reentrant=is_reentrant)
+    return loss_of
+
+
 def check_a_loss_that_is_recomputed_is_weighed_once():
-    """In turn, and all forward passes before the first backward pass."""
-    lengths, masks = ([3, 1], [2, 4]), (torch.ones(4), torch.tensor([0, 1, 1, 1, 1, 1]))
-    for is_reentrant, in_turn, with_mask in product((True, False), (True, False), (True, False)):
-        chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
-        weighing = Weighing([chunk], num_microbatches=2)
+    """A right sample mean of two microbatches, with backward passes in every order."""
+    lengths, masks = ([3, 1], [2, 4]), (torch.ones(4), torch.tensor([1, 0, 1, 1, 1, 1]))
+    kinds = [(one,) for one in (True, False)] + [*product((True, False), repeat=2)]
+    for is_heard_without_graph, is_numbered in ((True, True), (True, False), (False, True)):
+        for of, order, has_mask in product(kinds, ("turn", "first", "sum"), (True, False)):
+            chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+            weighing, losses = Weighing([chunk], num_microbatches=2), []
 
-        def loss_of(tokens, m, weighing=weighing, chunk=chunk, with_mask=with_mask):
-            losses = chunk(tokens.long()) * tokens.clamp(1, 1)
-            mask = masks[m] if with_mask else None
-            losses = weighing.losses(losses, mask, lengths=lengths[m])
-            n = torch.repeat_interleave(torch.tensor([*lengths[m]]), torch.tensor(lengths[m]))
-            return (losses * masks[m] / n).sum() / (4 * dist.get_world_size())
+            def loss_of(tokens, m, weighing=weighing, chunk=chunk, has_mask=has_mask):
+                x = chunk(tokens.long()) * tokens.clamp(1, 1)
+                if is_heard_without_graph or x.requires_grad:  # noqa: B023  called in this turn
+                    more = {"microbatch": m} if is_numbered else {}  # noqa: B023
+                    mask = masks[m] if has_mask else None
+                    x = weighing.losses(x, mask, lengths=lengths[m], **more)
+                n = torch.repeat_interleave(N_OF[m], torch.tensor(lengths[m]))
+                return (x * masks[m] / n).sum() / 4
 
-        with weighing:
-            losses = []
-            for m in range(2):
-                tokens = torch.arange(len(masks[m])).double().requires_grad_()
-                losses.append(checkpoint(loss_of, tokens, m, use_reentrant=is_reentrant))
-                if in_turn:
-                    losses[-1].backward()
-            for loss in losses if not in_turn else ():
-                loss.backward()
-            chunk.config.finalize_model_grads_func([chunk], None)
-        found = [
-            (part.microbatch, part.sequence, part.tokens) for part in weighing.of_this_rank().parts
-        ]
-        assert found == [(0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 1, 4)]
-        step = weighing.weighed()
-        assert step.num_empty == 0
-        assert step.tokens == 9 * dist.get_world_size()
+            with weighing:
+                for m in range(2):
+                    tokens = torch.arange(len(masks[m])).double().requires_grad_()
+                    losses.append(recomputed(loss_of, of)(tokens, m))
+                    if order == "turn":
+                        losses[m].backward()
+                if order == "sum":
+                    sum(losses).backward()
+                for loss in losses if order == "first" else ():
+                    loss.backward()
+                chunk.config.finalize_model_grads_func([chunk], None)
+            parts = weighing.of_this_rank().parts
+            found = [(part.microbatch, part.sequence, part.tokens) for part in parts]
+            assert found == [(0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 1, 4)]
+            assert {round(part.weight_sum * 4 * dist.get_world_size(), 9) for part in parts} == {1}
+
+
+def check_a_microbatch_without_a_graph_takes_no_others_recomputation():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk], num_microbatches=2)
+
+    def loss_of(tokens):
+        return weighing.losses(chunk(tokens.long()) * tokens.clamp(1, 1), lengths=[3, 1]).mean()
+
+    with weighing:
+        weighing.losses(chunk(torch.arange(2)).detach(), lengths=[2])
+        recomputed(loss_of, [True])(torch.arange(4).double().requires_grad_()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    found = [(one.microbatch, one.sequence, one.tokens) for one in weighing.of_this_rank().parts]
+    assert found == [(0, 0, 0), (1, 0, 3), (1, 1, 1)]
 
 
 def check_a_call_that_is_missing_for_a_microbatch_is_refused():
@@ -296,6 +323,17 @@ def check_a_coarser_dtype_of_a_term_that_is_not_trained_loosens_nothing():
         (loss * 1.005).backward()
         chunk.config.finalize_model_grads_func([chunk], None)
     assert weighing.terms()["policy"].trains is None
+
+
+def check_a_term_that_a_rank_lacks_has_the_tolerance_of_those_that_have_it():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing, is_first = Weighing([chunk]), dist.get_rank() == 0
+    with weighing:
+        losses = chunk(torch.arange(4)).to(torch.float32 if is_first else torch.bfloat16)
+        loss = weighing.losses(losses, lengths=[4], term="kl" if is_first else "loss")
+        (loss.float().mean() * 1.005).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    assert weighing.terms()["kl"].trains is None
 
 
 def check_a_call_of_a_deferred_step_trains_no_mode_that_is_known():
