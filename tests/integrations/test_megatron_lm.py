@@ -275,18 +275,54 @@ def at_the_prompt(tmp_path):
     return {"cwd": tmp_path / "checkout", "env": {**os.environ, **path, **others}}
 
 
-def test_the_block_for_a_laptop_trains_as_it_stands_on_the_page(at_the_prompt):
-    section = PAGE.read_text().partition("## Try it on a laptop")[2]
-    (block,) = re.findall(r"^```sh\n([^`]*?<<'EOF'.*?)^```", section, re.M | re.S)
-    done = subprocess.run(
-        ["bash", "-e", "-c", block],
-        **at_the_prompt, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+@pytest.fixture
+def typed(at_the_prompt):
+    """Type the page's block for a laptop, with other words for some of it; return its output."""
+
+    def run(*changes):
+        section = PAGE.read_text().partition("## Try it on a laptop")[2]
+        (block,) = re.findall(r"^```sh\n([^`]*?<<'EOF'.*?)^```", section, re.M | re.S)
+        for old, new in changes:
+            assert block.count(old) == 1
+            block = block.replace(old, new)
+        done = subprocess.run(
+            ["bash", "-e", "-c", block],
+            **at_the_prompt, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
+
+    return run
+
+
+def test_the_block_for_a_laptop_trains_as_it_stands_on_the_page(typed):
+    done = typed()
     assert "loss aggregation sample_mean: w_s = 1/(B n_b)" in done.stdout + done.stderr
     trained = re.findall(r"iteration +(\d+)/ +5 .* lm loss: (\S+)", done.stdout)
     assert [step for step, _ in trained] == ["1", "2", "3", "4", "5"]
     assert all(float(loss) > 0 for _, loss in trained)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/weigh.md"])
+def test_a_weighed_step_of_the_block_has_the_report_that_the_pages_quote(typed, page):
+    cp = "--context-parallel-size 2 --cp-comm-type all_gather --global-batch-size 16"
+    done = typed(
+        ("run --cpu pretrain_gpt.py", "weigh --cpu --stop pretrain_gpt.py"),
+        ("--loss-aggregation sample_mean", cp),
+        ("--global-batch-size 4", ""),
+    )
+    text = (PAGE.parents[2] / page).read_text()
+    (quoted,) = re.findall(r"^```text\n(weighed step 1:.*?)^```", text, re.M | re.S)
+    printed = to_digits(done.stdout)
+    at = 0
+    for part in to_digits(quoted).split("  ...\n"):
+        assert part in printed[at:], done.stdout
+        at = printed.index(part, at) + len(part)
+
+
+def to_digits(text):
+    """Write each number with a point in six digits, which every machine rounds alike."""
+    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.6g}", text)
 
 
 CPU_NEEDS = {
