@@ -33,8 +33,8 @@ def equal_products(
 def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:
     """Return how many empty sequences B counts if it makes a factor of ``at``: V / (V + k), or 0.
 
-    ``v``: V, the sequences with a token. ``tolerance``: of ``at``, relative; where it cannot tell
-    a count from the next, only all of ``num_empty`` are looked for.
+    ``v``: how many sequences have a token. ``tolerance``: relative, of ``at``. If it is too coarse
+    to tell k from k + 1, only k = ``num_empty`` is tried.
     """
     if at is None or not v / (v + num_empty + 1) < at < 1:
         return 0

@@ -197,10 +197,10 @@ class Weighing:
         calls.append(call)
 
     def _put_recomputed(self) -> None:
-        """Put the recomputed losses that train where they were first heard.
+        """Let a recomputed call at which gradients arrived stand for the call that it repeats.
 
-        That is a call without a graph, of the same losses if there is one. Recomputed losses at
-        which no gradient arrived train nothing: the graph of the first ones does.
+        That one had no graph; of several, it is the first with the same shape, mask and lengths.
+        Where no gradient arrived, the graph of the first call is the one that trains.
         """
         recomputed, self._recomputed = self._recomputed, []
         for term, microbatch, call in recomputed:
