@@ -103,7 +103,9 @@ def launched(
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
-    env = {"PYTHONPATH": path, "LOSSAGG_DEADLINE": str(time.time() + timeout)}
+    env = {"PYTHONPATH": path}
+    if processes is not None:  # else nobody asks what it did last
+        env["LOSSAGG_DEADLINE"] = str(time.time() + timeout)
     env |= {"LOSSAGG_GPUS": str(gpus)} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
