@@ -8,10 +8,10 @@ With ``LOSSAGG_GPUS`` the ranks take that many GPUs, in a circle.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -56,17 +56,31 @@ def _did(event: Event) -> str:
 
 @contextmanager
 def _stack_at_deadline(file: Path) -> Iterator[None]:
-    """Write the stacks of all threads shortly before the deadline, even if a call never returns."""
+    """Write where the main thread is shortly before the deadline, even if a call never returns."""
     left = float(os.environ.get("LOSSAGG_DEADLINE", "inf")) - time.time()
     if not 0 < left < float("inf"):
         yield
         return
-    with file.open("w") as stack:
-        faulthandler.dump_traceback_later(max(left - _EARLIER, left / 2), file=stack)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    timer = threading.Timer(max(left - _EARLIER, left / 2), _write_stack, [file])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _write_stack(file: Path) -> None:
+    """Write the main thread's calls, the innermost first.
+
+    A thread of Python's, which waits until that one lets others run, as collectives do:
+    ``faulthandler`` does not wait, and next to running code ends the process.
+    """
+    main_thread = sys._current_frames()[threading.main_thread().ident or 0]
+    calls = [(frame.f_code, line) for frame, line in traceback.walk_stack(main_thread)]
+    file.write_text(
+        "".join(f'  File "{c.co_filename}", line {line} in {c.co_name}\n' for c, line in calls)
+    )
 
 
 if __name__ == "__main__":

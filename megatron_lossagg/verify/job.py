@@ -141,9 +141,8 @@ def _last_did(events: Path, rank: int) -> str:
     if not progress.exists():
         return "its process had not begun to run the job"
     *_, line = ["", *progress.read_text().splitlines()]
-    # The main thread is the last one, its innermost call the first of its lines.
-    *_, thread = stack.read_text().split("\n\n") if stack.exists() else [""]
-    frames = [match.groups() for match in map(_FRAME.match, thread.splitlines()) if match]
+    calls = stack.read_text().splitlines() if stack.exists() else []
+    frames = [match.groups() for match in map(_FRAME.match, calls) if match]
     frames = [frame for frame in frames if not frame[0].startswith("<")]
     ours = str(Path(megatron_lossagg.__file__).parent)
     core = f"{os.sep}megatron{os.sep}core{os.sep}"
