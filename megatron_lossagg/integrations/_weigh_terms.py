@@ -47,14 +47,10 @@ class TermsWeighing(ScriptWeighing):
         *,
         lengths: Sequence[int],
         term: str,
-        with_first_pass: bool = False,
         **more: Any,
     ) -> Tensor:
-        """Hear a term's losses of this rank's response tokens, if a step is weighed.
-
-        ``with_first_pass``: those without gradients too, as of a reentrant checkpoint's first pass.
-        """
-        if self._listening is None or not (self.is_listening or with_first_pass):
+        """Hear a term's losses of this rank's response tokens, if a step is weighed."""
+        if self._listening is None or not self.is_listening:
             return losses
         return self._listening.losses(losses, mask, lengths=lengths, term=term, **more)
 

@@ -118,8 +118,7 @@ def _heard_maker(weighing: TermsWeighing, make: Callable[..., Any]) -> Callable[
         def heard(x: Tensor) -> Any:
             mask, lengths = _slice(given)
             term = term_of(sys._getframe(1))
-            mask = moved(mask, x.device)
-            x = weighing.hear(x, mask, lengths=lengths, term=term, with_first_pass=True)
+            x = weighing.hear(x, moved(mask, x.device), lengths=lengths, term=term)
             return reduce(x)
 
         return heard

@@ -56,7 +56,7 @@ def _did(event: Event) -> str:
 
 @contextmanager
 def _stack_at_deadline(file: Path) -> Iterator[None]:
-    """Write where the main thread is shortly before the deadline, even if a call never returns."""
+    """Write, shortly before the deadline, in which call the main thread is."""
     left = float(os.environ.get("LOSSAGG_DEADLINE", "inf")) - time.time()
     if not 0 < left < float("inf"):
         yield

@@ -203,13 +203,16 @@ class Weighing:
         Where no gradient arrived, the graph of the first call is the one that trains.
         """
         recomputed, self._recomputed = self._recomputed, []
+        trained = {term for term, _, call in recomputed if call.arrived}
+        unheard = {term for term in trained if not any(self._terms[term])}
         for term, microbatch, call in recomputed:
-            if not call.arrived:
+            # Of losses that were only heard with a graph, those of no token are calls too.
+            if not call.arrived and (term not in unheard or np.prod(call.shape)):
                 continue
             microbatches = self._terms[term]
             of = microbatches if microbatch is None else microbatches[microbatch : microbatch + 1]
             left = [one for one in chain(*of) if not one.has_graph and one.again is None]
-            if left:
+            if left and term not in unheard:
                 first = next((one for one in left if one.is_like(call)), left[0])
                 first.again, call.first = call, first.first
             else:  # nothing was heard without a graph
@@ -230,7 +233,8 @@ class Weighing:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
         own: tuple[RankWeights, dict[str, RankWeights]] | str
         try:
-            own = self.of_this_rank(), {term: self.of_this_rank(term) for term in self._terms}
+            of = {term: self.of_this_rank(term) for term in self._terms}
+            own = next(iter(of.values()), None) or self.of_this_rank(), of
         except LossAggregationError as error:
             own = str(error)
         except Exception as error:  # whatever it is, no rank may leave the others waiting
@@ -285,18 +289,25 @@ class Weighing:
         microbatches, m = self._terms.get(term, []), self._num_microbatches
         if not self.run.place.counts:
             return []
-        if m is not None and len(microbatches) not in (0, m):
+        if m is not None and len(microbatches) % m:
             raise ContractError(
                 f"got {len(microbatches)} calls of losses for the term {term!r} in a step of "
                 f"{m} microbatches, expected as many: call it for each, with tokens or without"
             )
-        factor = self.run.factor() / self._loss_scale
-        return [
-            part
-            for index, calls in enumerate(microbatches)
-            for call in calls
-            for part in self._parts(index, call.trained, factor)
-        ]
+        factor, parts = self.run.factor() / self._loss_scale, []
+        # One name may be called more than once in each microbatch: the weights add up.
+        times = max(len(microbatches) // m, 1) if m else 1
+        for index in range(len(microbatches) // times):
+            for calls in zip(*microbatches[index * times : (index + 1) * times], strict=True):
+                trained = [call.trained for call in calls]
+                if len(shapes := {call.shape for call in trained}) > 1:
+                    raise ContractError(
+                        f"got losses of {sorted(shapes)} under the term {term!r} of a microbatch, "
+                        "expected one shape: call losses with a name for each term"
+                    )
+                arrived = [gradient for call in trained for gradient in call.arrived]
+                parts += self._parts(index, replace(trained[-1], arrived=arrived), factor)
+        return parts
 
     def _finalizes(self, num_tokens: Tensor | None) -> None:
         self._num_finalized += 1

@@ -148,6 +148,27 @@ def check_a_microbatch_without_a_graph_takes_no_others_recomputation():
     assert found == [(0, 0, 0), (1, 0, 3), (1, 1, 1)]
 
 
+def check_a_microbatch_of_no_token_is_one_where_only_the_recomputation_is_heard():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing = Weighing([chunk], num_microbatches=2)
+
+    def loss_of(tokens):
+        x = chunk(tokens.long()) * tokens.clamp(1, 1)
+        if torch.is_grad_enabled():
+            weighing.losses(x.detach(), lengths=[len(x)], term="clipped")  # trains nothing
+            heard = weighing.losses(x if len(x) else x.detach(), lengths=[len(x)])
+            x = heard if len(x) else x + heard
+        return x.sum()
+
+    with weighing:
+        for n in (0, 4):
+            recomputed(loss_of, [True])(torch.arange(n).double().requires_grad_()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    found = [(one.microbatch, one.tokens) for one in weighing.of_this_rank().parts]
+    assert found == [(0, 0), (1, 4)]
+    assert not weighing.of_this_rank("clipped").parts
+
+
 def check_a_call_that_is_missing_for_a_microbatch_is_refused():
     chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
     weighing = Weighing([chunk], num_microbatches=2)
@@ -285,6 +306,23 @@ def check_a_loss_in_pieces_is_one_microbatch_and_one_without_a_call_has_no_token
     found = [(part.microbatch, part.sequence, part.name, part.tokens) for part in parts]
     assert found == [(0, 0, "a", 3), (0, 1, "b", 1), (0, 2, "c", 2), (2, 0, "", 6)]
     assert weighing.of_this_rank().sizes["M"] == 3
+
+
+def check_a_name_that_is_called_twice_in_each_microbatch_has_the_sum_of_both():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    for n in (4, 2):
+        weighing = Weighing([chunk], num_microbatches=2)
+        with weighing:
+            for _ in range(2):
+                one = weighing.losses(chunk(torch.arange(4)), lengths=[4])
+                two = weighing.losses(chunk(torch.arange(n)), lengths=[n])
+                (one.mean() + 0.5 * two.mean()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        if n == 2:
+            with pytest.raises(ContractError, match=r"got losses of \[\(2,\), \(4,\)\] under the"):
+                weighing.weighed()
+        else:
+            assert weighing.weighed().weight_sum == pytest.approx(2 * 1.5)
 
 
 def check_calls_that_are_no_piece_of_a_microbatch_are_refused():
