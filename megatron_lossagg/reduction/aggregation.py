@@ -169,7 +169,8 @@ def parsed_aggregation(spelling: str) -> Aggregation:
     if not colon or spelling in ALIASES:
         name, number = spelling, ""
     elif name not in MODES and name not in ALIASES:
-        raise unknown_name("name", spelling)
+        is_number = number.replace(".", "", 1).isdecimal()
+        raise unknown_name("name", name if is_number else spelling)
     mode = MODES[alias_of(name).mode]
     takes = "exponent" if mode.has_exponent else "divisor"
     if mode.name in (CUSTOM, OWN_WEIGHTS):
