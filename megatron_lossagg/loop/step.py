@@ -279,7 +279,7 @@ class Step:
 
     @property
     def own_numbers(self) -> str:
-        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
         return "" if self._plan is None else self._plan.sequences.own
 
     @property
