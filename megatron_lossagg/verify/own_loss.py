@@ -332,7 +332,7 @@ def _batch_of(batch: Any, splits: Sequence[Parallelism]) -> Any:
             made = function()
         except Exception as error:  # of the user's code: any
             raise ProofError(f"batch {batch!r} raised {error!r}") from error
-    return None if made is None else checked_batch(made, splits)
+    return None if batch is None else checked_batch(made, splits)
 
 
 def _found(path: str, name: str, signature: str) -> Any:

@@ -199,6 +199,7 @@ def test_options_of_a_model_or_a_mode_are_refused(flags, words, capsys):
         ({"loss_func": "own_losses:gpso"}, "did you mean 'gspo'"),
         ({"loss_func": "own_losses"}, "which is not callable"),
         ({"batch": "own_losses:sequnces"}, "did you mean 'sequences'"),
+        ({"batch": "gc:enable"}, "batch: got None, expected at least 7"),
         ({"batch": "own_losses:gspo"}, "batch 'own_losses:gspo' raised TypeError"),
     ],
 )
