@@ -114,9 +114,8 @@ class LossCheck:
             result = f"FAIL: {self.loss_func} was not measured"
         lines = [textwrap.fill(result, 80)]
         if only := self._right_in_one_scaling:
-            run = "with" if only == "per_token" else "without"
-            lines.append(f"It is right in the loss scaling {only} only: in a run {run}")
-            lines.append(f"--calculate-per-token-loss, which --loss-scaling {only} checks")
+            run = f"{'with' if only == 'per_token' else 'without'} --calculate-per-token-loss"
+            lines.append(f"It is right {run} only (--loss-scaling {only})")
         for loss_scaling, mode in self.references.items():
             trains = f", which trains {mode}" if mode else ""
             relative = f"{loss_scaling}: relative to one process, one microbatch{trains}"

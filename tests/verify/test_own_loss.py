@@ -44,7 +44,8 @@ def test_stock_is_named_a_mean_per_microbatch_in_one_scaling_and_passes_in_the_o
     assert all(case.passed and case.measured == "1" for case in per_token)
     assert not check.passed
     assert str(check).startswith("FAIL: own_losses:pretrain_gpt trains what one process")
-    assert "is right in the loss scaling per_token only: in a run with\n--calc" in str(check)
+    only = "It is right with --calculate-per-token-loss only (--loss-scaling per_token)"
+    assert str(check).splitlines()[1] == only
     assert max(map(len, str(check).splitlines())) <= 80
 
 
@@ -227,8 +228,8 @@ def case(loss_scaling, passed):
 @pytest.mark.parametrize(
     ("average", "per_token", "said"),
     [
-        (True, False, "right in the loss scaling average only: in a run without\n--calculate"),
-        (False, True, "right in the loss scaling per_token only: in a run with\n--calculate"),
+        (True, False, "right without --calculate-per-token-loss only (--loss-scaling average)"),
+        (False, True, "right with --calculate-per-token-loss only (--loss-scaling per_token)"),
         (False, False, ""),
         (True, True, ""),
     ],
