@@ -372,6 +372,8 @@ def test_more_ranks_than_cores_or_memory_are_said_first(tmp_path, monkeypatch):
     shared, needed = crowding(6)
     assert shared.startswith("6 ranks share 2 cores: ")
     assert "1.8 GB of memory, and 1.5 GB are free" in needed
+    (limits / "cpu.max").write_text("1600000 100000\n")  # more than there are
+    assert crowding(9)[0] == "9 ranks share 8 cores: they wait for each other"
     (limits / "cpu.max").write_text("max 100000\n")
     (limits / "memory.max").write_text("max\n")
     assert crowding(8) == []
