@@ -105,7 +105,7 @@ def test_a_mode_with_prompts_is_refused_as_the_trainer_of_sft_starts():
             self.actor = self._create_actor(config.actor)
 
     made = areal.aggregated(SFTTrainer, Aggregation("prompt_mean"))
-    with pytest.raises(AggregationError, match="got prompt_mean.* with SFTTrainer, expected a mode"):
+    with pytest.raises(AggregationError, match=r"got prompt_mean.* with SFTTrainer, expected"):
         made(config_of(ppo_n_minibatches=1))
 
 
