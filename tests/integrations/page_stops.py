@@ -66,7 +66,10 @@ def skyrl():
     """SkyRL's trainer, where it is to build its models."""
     if is_rays_own():
         return
-    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER)
+    workers = (
+        "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"  # patch Bridge's classes
+    )
+    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL, [workers])
     if sys.version_info < (3, 12):
         import typing
 

@@ -65,7 +65,8 @@ def not_found(error: BaseException) -> str | None:
     None if no import failed. A package that imports on demand, as transformers does, raises an
     error of its own from the one with the name.
     """
-    name, link = None, error
+    name: str | None = None
+    link: BaseException | None = error
     while link is not None:
         if isinstance(link, ModuleNotFoundError):
             if link.name:
