@@ -3,12 +3,14 @@
     python -m benchmarks.microbatch
 
 One optimizer step has M = 64 microbatches of 12 and of 512 packed sequences, at CP 1 and 2. Ours:
-``step.microbatch``, ``mb.reduce`` and ``mb.outputs`` with one report, and their guards. Megatron's:
-the sum of masked losses, the count and their report, as in Megatron-LM's ``loss_func``.
+``step.microbatch``, ``mb.reduce`` and ``mb.outputs`` with one report, and their guards. Flat: the
+same operations in one function without objects (``flat.py``), the bound; at first its loss is
+compared with ours. Megatron's: the sum of masked losses, the count and their report, as in
+Megatron-LM's ``loss_func``.
 
 Counted, in the second microbatch of a step: calls of this package's Python functions, operations
-(``counting.py``), and their bytes per token. Timed: CPU milliseconds, the median over the
-microbatches of six steps that ran alternately on one thread, and ours over Megatron's.
+(``counting.py``), and their bytes per token. Timed: CPU microseconds, the 10th percentile over the
+microbatches of steps that ran alternately on one thread of one process, and ours over the others'.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 from time import thread_time
 from types import FrameType
 from typing import Any
@@ -28,11 +30,12 @@ from torch import Tensor
 
 import megatron_lossagg
 from benchmarks.counting import counted
+from benchmarks.flat import flat
 from benchmarks.rank_step import a_chunk
 from megatron_lossagg import LossAggregator, Options
 from megatron_lossagg.cpu import launch
 
-M, STEPS, WARMUP = 64, 8, 2
+M, STEPS, WARMUP = 64, 14, 2
 TOKENS = 16
 """Of a sequence; the last trains nothing."""
 SEQUENCES = (12, 512)
@@ -54,7 +57,7 @@ def main(arguments: list[str]) -> int:
         return 0
     calls = f"calls ({', '.join(PARTS)})"
     names = ["CP", "sequences", calls, "operations", "bytes per token"]
-    names += ["ours (ms)", "Megatron's (ms)", "ratio"]
+    names += ["ours (us)", "flat (us)", "Megatron's (us)", "ours / flat", "ours / Megatron's"]
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
     for processes in (1, 2):
         root = str(Path(__file__).resolve().parent.parent)
@@ -73,15 +76,22 @@ def be_rank() -> None:
     chunk = a_chunk(splits_sequences=True)
     aggregator = LossAggregator(chunk, "sample_mean", options=Options(probe=False))
     for num_sequences in SEQUENCES:
+        check_flat(aggregator, num_sequences)
         count = counts(aggregator, num_sequences)
-        ours, stock = [], []
+        taken: dict[str, list[float]] = {"ours": [], "flat": [], "stock": []}
         for number in range(STEPS):
-            spent = [*of_ours(aggregator, num_sequences)], [*of_stock(num_sequences)]
-            if number >= WARMUP:
-                ours += spent[0]
-                stock += spent[1]
+            spent = {
+                "ours": [*of_ours(aggregator, num_sequences)],
+                "flat": [*of_flat(aggregator, num_sequences)],
+                "stock": [*of_stock(num_sequences)],
+            }
+            for name, times in spent.items():
+                taken[name] += times if number >= WARMUP else []
+        ours, bound, stock = (quantiles(times, n=10)[0] for times in taken.values())
         if dist.get_rank() == 0:
-            times = f"{median(ours):.2f} | {median(stock):.3f} | {median(ours) / median(stock):.1f}"
+            times = (
+                f"{ours:.0f} | {bound:.0f} | {stock:.1f} | {ours / bound:.2f} | {ours / stock:.0f}"
+            )
             print(f"| {aggregator.cp_size} | {num_sequences} | {count} | {times} |", flush=True)
     dist.destroy_process_group()
 
@@ -149,9 +159,9 @@ class _Calls:
 
 
 def of_ours(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
-    """Train a step; yield the milliseconds of each microbatch."""
+    """Train a step; yield the microseconds of each microbatch."""
     for loss_func, num_losses in our_losses(aggregator, num_sequences):
-        yield milliseconds(loss_func, num_losses)
+        yield microseconds(loss_func, num_losses)
 
 
 def our_losses(aggregator: LossAggregator, num_sequences: int) -> Iterator[tuple[LossFunc, int]]:
@@ -175,8 +185,34 @@ def our_losses(aggregator: LossAggregator, num_sequences: int) -> Iterator[tuple
             yield loss_func, len(mask) // aggregator.cp_size
 
 
+def of_flat(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
+    """Yield the microseconds of each microbatch of the flat function."""
+    loss_func = flat_loss(aggregator, num_sequences)
+    for _ in range(M):
+        yield microseconds(lambda x: loss_func(x)[0], num_sequences * TOKENS // aggregator.cp_size)
+
+
+def flat_loss(aggregator: LossAggregator, num_sequences: int) -> Callable[[Tensor], Any]:
+    """Return the flat function of a step of the same microbatches."""
+    cp = {"cp_size": aggregator.cp_size, "cp_rank": aggregator.cp_rank}
+    return flat(num_sequences, TOKENS, num_microbatches=M, **cp)
+
+
+def check_flat(aggregator: LossAggregator, num_sequences: int) -> None:
+    """Compare loss and gradient: a function that computes another loss is no bound."""
+    bound = flat_loss(aggregator, num_sequences)
+    for loss_func, num_losses in our_losses(aggregator, num_sequences):
+        x = torch.rand(num_losses, requires_grad=True)
+        loss = loss_func(x)
+        (loss / M).backward()  # type: ignore[no-untyped-call]
+        ours, x.grad = x.grad, None
+        other = bound(x)[0]
+        (other / M).backward()
+        torch.testing.assert_close([loss, ours], [other, x.grad])
+
+
 def of_stock(num_sequences: int) -> Iterator[float]:
-    """Yield the milliseconds of each microbatch of Megatron's own sum."""
+    """Yield the microseconds of each microbatch of Megatron's own sum."""
     mask = torch.ones(num_sequences * TOKENS // dist.get_world_size())
 
     def loss_func(x: Tensor) -> Tensor:
@@ -185,15 +221,15 @@ def of_stock(num_sequences: int) -> Iterator[float]:
         return loss
 
     for _ in range(M):
-        yield milliseconds(loss_func, len(mask))
+        yield microseconds(loss_func, len(mask))
 
 
-def milliseconds(loss_func: LossFunc, num_losses: int) -> float:
+def microseconds(loss_func: LossFunc, num_losses: int) -> float:
     """Return the CPU time of one call; its loss is trained afterwards."""
     x = torch.rand(num_losses, requires_grad=True)
     begin = thread_time()
     loss = loss_func(x)
-    spent = 1e3 * (thread_time() - begin)
+    spent = 1e6 * (thread_time() - begin)
     (loss / M).backward()  # type: ignore[no-untyped-call]
     return spent
 
