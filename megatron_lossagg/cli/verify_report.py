@@ -144,7 +144,7 @@ def _error(verdict: Report, name: str) -> str:
     """Write an error; a dash if it is not defined, as a weight sum of a reducer of one's own."""
     is_custom = verdict["formula"] == MODES[CUSTOM].formula
     undefined = name == "weights_error" or (is_custom and name == "weight_sum_error")
-    if verdict[name] is None and (verdict["passed"] or undefined):
+    if verdict[name] is None and undefined:
         return "-"
     return error_text(verdict[name])
 

@@ -177,6 +177,7 @@ class ScheduleHook:
             forward_only=forward_only or not trains,
             iteration=iteration,
         )
+        step.evaluates = forward_only
         if buffer is None:  # an earlier stage, which computes no loss
             with step:
                 return schedule(**call)

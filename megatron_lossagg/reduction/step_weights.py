@@ -91,10 +91,14 @@ class StepWeights:
         """The counts that the weights are over: :attr:`counts` with :attr:`total` in its place."""
         return self.counts if self.total is None else self.counts.with_total(self.total)
 
-    @property
+    @cached_property
     def counted_total(self) -> float:
-        """What the plan counts for the mode's :attr:`Mode.total`; raises :class:`PlanError`."""
-        return float(getattr(self.counts, str(MODES[self.aggregation.mode].total)))
+        """What the plan counts for the mode's :attr:`Mode.total`, 1 if it has none.
+
+        Raises :class:`PlanError` if it is not known.
+        """
+        total = MODES[self.aggregation.mode].total
+        return 1.0 if total is None else float(getattr(self.counts, total))
 
     @property
     def counted_S(self) -> Ints | Floats:

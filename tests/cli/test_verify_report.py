@@ -107,14 +107,12 @@ def test_every_verdict_has_a_line_with_its_numbers_which_do_not_wrap():
 
 
 def test_an_error_that_is_not_defined_is_a_dash_and_not_called_infinite():
-    uneven = verdict(loss_error=None, weight_sum_error=None)  # ranks of different M
     own = {"formula": MODES["custom"].formula, "weight_sum_error": None}
     hooked = verdict(weights_error=None)
-    cases = [uneven, verdict(**own), failed(**own), failed(loss_error=None), hooked]
+    cases = [verdict(**own), failed(**own), failed(loss_error=None), hooked]
     ends = [line[-3:] for line in read(report(cases)).lines[len(LAYOUTS) : -6]]
     weights, sums = "2.0e\u201116", "5.6e\u201108"
     assert ends == [
-        ["-", weights, "-"],
         ["0", weights, "-"],
         ["0", weights, "-"],
         ["not finite", weights, sums],
