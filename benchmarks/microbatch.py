@@ -11,6 +11,8 @@ Megatron-LM's ``loss_func``.
 Counted, in the second microbatch of a step: calls of this package's Python functions, operations
 (``counting.py``), and their bytes per token. Timed: CPU microseconds, the 10th percentile over the
 microbatches of steps that ran alternately on one thread of one process, and ours over the others'.
+And CPU milliseconds of a whole step, the median: planned or not, M times loss_func and its backward
+pass, and finished.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from time import thread_time
 from types import FrameType
 from typing import Any
@@ -43,7 +45,11 @@ PARTS = ("microbatch", "reduce", "outputs")
 """What loss_func calls, in order."""
 RANKS = "--ranks"
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
-_STEP = str(Path(PACKAGE, "loop", "step.py"))
+_FILES = {
+    str(Path(PACKAGE, "loop", "step.py")): {"microbatch"},
+    str(Path(PACKAGE, "reduction", "microbatch.py")): {"reduce", "outputs"},
+}
+"""Where they are."""
 _STAND_INS = str(Path(PACKAGE, "cpu"))
 """What replaces functions of torch on a machine without a GPU; its calls are left out."""
 
@@ -58,6 +64,7 @@ def main(arguments: list[str]) -> int:
     calls = f"calls ({', '.join(PARTS)})"
     names = ["CP", "sequences", calls, "operations", "bytes per token"]
     names += ["ours (us)", "flat (us)", "Megatron's (us)", "ours / flat", "ours / Megatron's"]
+    names += [f"{M} of ours (ms)", f"{M} of Megatron's (ms)"]
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
     for processes in (1, 2):
         root = str(Path(__file__).resolve().parent.parent)
@@ -79,20 +86,25 @@ def be_rank() -> None:
         check_flat(aggregator, num_sequences)
         count = counts(aggregator, num_sequences)
         taken: dict[str, list[float]] = {"ours": [], "flat": [], "stock": []}
+        whole: dict[str, list[float]] = {name: [] for name in taken}
         for number in range(STEPS):
-            spent = {
-                "ours": [*of_ours(aggregator, num_sequences)],
-                "flat": [*of_flat(aggregator, num_sequences)],
-                "stock": [*of_stock(num_sequences)],
+            steps = {
+                "ours": of_ours(aggregator, num_sequences),
+                "flat": of_flat(aggregator, num_sequences),
+                "stock": of_stock(num_sequences),
             }
-            for name, times in spent.items():
-                taken[name] += times if number >= WARMUP else []
+            for name, step in steps.items():
+                begin = thread_time()
+                times = [*step]
+                if number >= WARMUP:
+                    taken[name] += times
+                    whole[name].append(1e3 * (thread_time() - begin))
         ours, bound, stock = (quantiles(times, n=10)[0] for times in taken.values())
         if dist.get_rank() == 0:
-            times = (
-                f"{ours:.0f} | {bound:.0f} | {stock:.1f} | {ours / bound:.2f} | {ours / stock:.0f}"
-            )
-            print(f"| {aggregator.cp_size} | {num_sequences} | {count} | {times} |", flush=True)
+            row = f"{aggregator.cp_size} | {num_sequences} | {count} | {ours:.0f} | {bound:.0f}"
+            row += f" | {stock:.1f} | {ours / bound:.2f} | {ours / stock:.0f}"
+            row += f" | {median(whole['ours']):.0f} | {median(whole['stock']):.0f}"
+            print(f"| {row} |", flush=True)
     dist.destroy_process_group()
 
 
@@ -115,8 +127,20 @@ class Counts:
         return f"{calls} | {self.operations} | {self.bytes_per_token:.0f}"
 
 
-def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
-    """Count in the second and in the third microbatch of a step, which is trained."""
+def drawn(num_losses: int) -> Tensor:
+    """Draw the losses of a microbatch."""
+    return torch.rand(num_losses, requires_grad=True)
+
+
+def counts(
+    aggregator: LossAggregator,
+    num_sequences: int,
+    losses: Callable[[int], Tensor] = drawn,
+) -> Counts:
+    """Count in the second and in the third microbatch of a step, which is trained.
+
+    ``losses``: makes those of a microbatch, of their number.
+    """
     found: dict[int, Any] = {}
 
     def listened(number: int, loss_func: LossFunc, x: Tensor) -> Tensor:
@@ -133,7 +157,7 @@ def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
         return loss_func(x)
 
     for number, (loss_func, num_losses) in enumerate(our_losses(aggregator, num_sequences)):
-        x = torch.rand(num_losses, requires_grad=True)
+        x = losses(num_losses)
         (listened(number, loss_func, x) / M).backward()  # type: ignore[no-untyped-call]
     operations = found[1]
     return Counts(
@@ -153,7 +177,7 @@ class _Calls:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(PACKAGE) and not name.startswith(_STAND_INS):
-            if name == _STEP and frame.f_code.co_name in PARTS:
+            if frame.f_code.co_name in _FILES.get(name, ()):
                 self._part = frame.f_code.co_name
             self.of_part[self._part] += 1
 

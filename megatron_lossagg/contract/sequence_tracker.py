@@ -50,7 +50,7 @@ class SequenceTracker:
         Raises :class:`ContractError` for a sequence that another microbatch had, for more
         microbatches than planned, and for sequences that are missing when the last one arrives.
         """
-        if self.is_at_start:
+        if self.num_calls in (0, self.num_microbatches) and self.is_at_start:
             self.num_calls = 0
             self._microbatch_S.fill(_NOT_SEEN)
         if self.num_calls == self.num_microbatches:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.step_state import Line, Term
 
 
 class Terms(Guard):
@@ -21,23 +19,16 @@ class Terms(Guard):
         "counts: tokens would all weigh 1"
     )
 
-    def __init__(self) -> None:
-        self._counts: set[str] = set()
-
     @classmethod
     def of(cls, step: StepFacts) -> Terms | None:
         """Make it for a call of a deferred step, and for a plan with sums of token weights."""
         has_sums = step.plan.sequences.token_weight_sums is not None
         return cls() if has_sums or step.scaling.is_deferred else None
 
-    def on_reduce(
-        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
-    ) -> None:
-        """Note what the reducer's aggregation counts; refuse a term with another total."""
-        own, other = step.plan.aggregation, reducer.plan.aggregation
-        self._counts.add(other.count)
-        is_divided_once = step.scaling.is_deferred and partial_loss.requires_grad
-        if is_divided_once and own.total != other.total:
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term) -> None:
+        """Refuse a term with another total in a deferred step."""
+        own, other = step.plan.aggregation, term.aggregation
+        if step.scaling.is_deferred and term.can_be_trained and own.total != other.total:
             raise ContractError(
                 f"got a term under {other} in a deferred step under {own}: one number divides all "
                 "terms; name a mode with the same total and counts, or train in one schedule call"
@@ -46,7 +37,8 @@ class Terms(Guard):
     def on_finish(self, step: StepFacts) -> str:
         """Name sums of token weights if losses were reduced, and none counts them."""
         has_sums = step.plan.sequences.token_weight_sums is not None
-        if not (has_sums and self._counts) or "weights" in self._counts:
+        counts = {term.aggregation.count for line in step.log.lines for term in line.terms}
+        if not (has_sums and counts) or "weights" in counts:
             return ""
         return (
             "got token_weight_sums, and no loss of the step counts them: pass "

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_lossagg.errors import LayoutError
@@ -90,12 +91,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
-            array.flags.writeable = False  # all holders share it
+            array.setflags(write=False)  # all holders share it
+        num_tokens, holds_whole = int(self.offset_G1[-1]), self.cp_size == 1 or self.is_local
         vars(self).update(
             num_segments=len(self.offset_G1) - 1,
-            num_tokens=int(self.offset_G1[-1]),
-            num_local_tokens=int(self.length_R.sum()),
-            holds_whole_mask=self.cp_size == 1 or self.is_local,
+            num_tokens=num_tokens,
+            num_local_tokens=num_tokens if holds_whole else int(np.add.reduce(self.length_R)),
+            holds_whole_mask=holds_whole,
         )
 
     @property
@@ -121,9 +123,13 @@ class Layout:
 
         ``tokens[layout.positions]`` slices anything that is packed like the mask.
         """
-        position_T = np.repeat(self._shift_R, self.length_R)
-        position_T += np.arange(self.num_local_tokens)
-        return torch.from_numpy(position_T)
+        return torch.from_numpy(self.indices(np.int64))
+
+    def indices(self, dtype: type[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+        """Return :attr:`positions` as an array of a dtype that holds them."""
+        index_T = np.repeat(self._shift_R.astype(dtype), self.length_R)
+        index_T += np.arange(self.num_local_tokens, dtype=dtype)
+        return index_T
 
     def is_in_rows(self, shape: Sequence[int], *, is_local: bool) -> bool:
         """Whether a tensor can hold the tokens in their order, but for dimensions of 1.
@@ -146,7 +152,7 @@ class Layout:
     @cached_property
     def _shift_R(self) -> Ints:
         """Offset between a run's mask positions and its indices among this rank's tokens."""
-        shift_R: Ints = self.start_R - (np.cumsum(self.length_R) - self.length_R)
+        shift_R: Ints = self.start_R - (np.add.accumulate(self.length_R) - self.length_R)
         return shift_R
 
     def place(self, index: int) -> tuple[int, int]:

@@ -301,7 +301,7 @@ def test_a_mask_with_empty_sequences_is_sliced_and_weighed(dtype, cp_rank, devic
         plan.check()
         expected = weight_P[layout.positions].float()
         assert x.grad.tolist() == expected.tolist()
-        assert made.microbatch.keep.tolist() == (expected > 0).tolist()
+        assert made.keep.tolist() == (expected > 0).tolist()
         assert partial_loss.item() == pytest.approx((torch.arange(12.0) * expected).sum().item())
 
 
