@@ -90,10 +90,10 @@ class Guard:
     ) -> None:
         """``mb.reduce`` has made a term of losses, whose graph can be looked at only now."""
 
-    def on_unusual_term(self, step: StepFacts, line: Line, term: Term) -> None:
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
         """``mb.reduce`` has made a term under another aggregation than the step's.
 
-        Or a microbatch that ``StepPlan.reducer`` made has made one.
+        Or a microbatch that ``StepPlan.reducer`` made has made one. ``plan``: the term's.
         """
 
     def on_first_outputs(self, step: StepFacts) -> None:

@@ -12,6 +12,7 @@ from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import OWN_WEIGHTS
+from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import Line, Term
 
 _OF_WHOLE_SEQUENCES = ("microbatch_token_mean", "row_mean", OWN_WEIGHTS)
@@ -64,7 +65,7 @@ class Split(Guard):
 
     may_only_warn = False
 
-    def on_unusual_term(self, step: StepFacts, line: Line, term: Term) -> None:
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
         """Check a term's mode, and the layout of what is trained; a metric may have any."""
         check_parts(step.groups, term.aggregation)
         if term.can_be_trained and not line.is_of_step:

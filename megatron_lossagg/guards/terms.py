@@ -1,37 +1,44 @@
-"""Whether the aggregations of a step's terms fit its plan."""
+"""Whether the aggregations of a step's terms fit its plan, and its schedule calls."""
 
 from __future__ import annotations
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.before import check_accumulated, check_total
 from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import Line, Term
 
 
 class Terms(Guard):
-    """In a deferred step, compare the mode's total of each trained term with the step's.
+    """In one of several schedule calls, refuse a trained term that the calls do not add up to.
 
     And refuse, when the step finishes, sums of token weights that no loss counts.
     """
 
     catches = (
         "in a deferred step: a term under a mode with another total than the step's, such as "
-        "token_mean (N) next to sample_mean (B); token_weight_sums that no loss of the step "
-        "counts: tokens would all weigh 1"
+        "token_mean (N) next to sample_mean (B); with accumulates=: a term whose calls do not add "
+        "up to its loss; in both: a reducer of the plan that the call was begun with; "
+        "token_weight_sums that no loss of the step counts: tokens would all weigh 1"
     )
 
     @classmethod
     def of(cls, step: StepFacts) -> Terms | None:
-        """Make it for a call of a deferred step, and for a plan with sums of token weights."""
+        """Make it for one of several schedule calls, and for a plan with sums of token weights."""
         has_sums = step.plan.sequences.token_weight_sums is not None
-        return cls() if has_sums or step.scaling.is_deferred else None
+        return cls() if has_sums or step.scaling.is_deferred or step.accumulates else None
 
-    def on_unusual_term(self, step: StepFacts, line: Line, term: Term) -> None:
-        """Refuse a term with another total in a deferred step."""
-        own, other = step.plan.aggregation, term.aggregation
-        if step.scaling.is_deferred and term.can_be_trained and own.total != other.total:
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
+        """Refuse a term of another division."""
+        if step.forward_only or not term.can_be_trained:
+            return
+        if step.scaling.is_deferred:
+            check_total(step.plan.aggregation, term.aggregation, "term")
+        check_accumulated(step.accumulates, term.aggregation.mode)
+        if (step.plan.total, step.plan.num_calls) != (plan.total, plan.num_calls):
             raise ContractError(
-                f"got a term under {other} in a deferred step under {own}: one number divides all "
-                "terms; name a mode with the same total and counts, or train in one schedule call"
+                "got a reducer of the plan that a schedule call was begun with, whose weights know "
+                "nothing of the other calls: take step.plan.under(...), or mb.reduce(losses, mode)"
             )
 
     def on_finish(self, step: StepFacts) -> str:

@@ -236,7 +236,7 @@ class Step:
         term = Term(
             aggregation=log.aggregation, is_recomputed=False, num_returned=len(log.returned)
         )
-        log.add(line, term)
+        log.add(line, term, microbatch.plan)
 
     def _shadow_reports(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plans = {name: self.plan.under(self.shadows[name]) for name in losses}

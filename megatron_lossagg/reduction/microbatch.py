@@ -307,7 +307,7 @@ class Microbatch:
             storage = StorageWeakRef(losses.untyped_storage())  # type: ignore[no-untyped-call]
             place = losses.storage_offset(), losses.shape, losses.stride()
             term.losses = storage, *place, losses._version
-        log.add(line, term)
+        log.add(line, term, plan)
         if log.on_term is not None:
             log.on_term(line, term, losses, own)
         step = self.step

@@ -27,6 +27,7 @@ from megatron_lossagg.reduction.segments import PADDING, SegmentSums
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.microbatch import Microbatch
+    from megatron_lossagg.reduction.plan import StepPlan
     from megatron_lossagg.reduction.sequences import CheckedSequences
 
 LossScale = Callable[[Tensor], Tensor]
@@ -163,14 +164,14 @@ class StepLog:
         """Returns that of the moment; None: nobody asks for the gradients of partial losses."""
         self.on_term: Callable[[Line, Term, Tensor, Microbatch], None] | None = None
         """Gets each term as it is made, with its losses; a guard that looks at their graph."""
-        self.on_unusual_term: Callable[[Line, Term], None] | None = None
+        self.on_unusual_term: Callable[[Line, Term, StepPlan], None] | None = None
         """Gets those under another aggregation than the step's, or without ``step.microbatch``."""
 
-    def add(self, line: Line, term: Term) -> None:
-        """Write a term into its microbatch's line; raises what a guard does."""
+    def add(self, line: Line, term: Term, plan: StepPlan) -> None:
+        """Write a term under a plan into its microbatch's line; raises what a guard does."""
         is_own = term.aggregation is self.aggregation or term.aggregation == self.aggregation
         if not (is_own and line.is_of_step) and self.on_unusual_term is not None:
-            self.on_unusual_term(line, term)
+            self.on_unusual_term(line, term, plan)
         if not line.terms:
             self.lines.append(line)
         line.terms.append(term)

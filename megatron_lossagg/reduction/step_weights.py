@@ -151,6 +151,12 @@ class StepWeights:
         total = weight_sum(self)
         return None if total is None else total / self.num_calls
 
+    @property
+    def planned(self: _Weights) -> list[_Weights]:
+        """This plan, and each under another aggregation: of terms, of shadows, of their terms."""
+        others = list(self._under.values())
+        return [self, *(one for other in others for one in other.planned)]
+
     def under(self: _Weights, aggregation: Aggregation | str) -> _Weights:
         """Plan the same step under a different aggregation, without a collective; made once.
 

@@ -201,7 +201,7 @@ def check_sums_of_token_weights_may_differ_by_rounding_and_ids_may_not(aggregato
     aggregator.agree_on(WEIGHING)
     for shift in (0, 1):
         counts = {"active_tokens": ACTIVE, "token_weight_sums": [own, 0.8]}
-        sequences = Sequences(**counts, prompt=[7, 7 + shift * aggregator.cp_rank])
+        sequences = Sequences(**counts, sample=[7, 7 + shift * aggregator.cp_rank])
         plan = plan_step(WEIGHING, sequences, group=aggregator.dp_group)
         step = aggregator.begin(plan, num_microbatches=1)
         more = {"cu_seqlens": [0, 8, 12], "token_weights": weights}

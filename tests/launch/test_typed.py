@@ -7,12 +7,11 @@ nothing is downloaded; the address of the clone leads to this checkout's last co
 import importlib.util
 import os
 import re
-import site
 import subprocess
-import sys
 
 import pytest
 from launching import ROOT
+from own_environment import make_environment
 
 pytestmark = pytest.mark.launches
 
@@ -45,9 +44,7 @@ def test_a_page_clones_the_address_of_this_repository(page):
 def environment(tmp_path):
     """Make an environment that finds torch and Megatron-Core, and not this package."""
     folder = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    make_environment(folder)
     torchrun = folder / "bin" / "torchrun"  # as pip would have put it there with torch
     torchrun.write_text(f"#!{folder}/bin/python\n{TORCHRUN}")
     torchrun.chmod(0o755)
