@@ -41,9 +41,9 @@ copied() {
     venv=$(make --silent environment | tail -n 1) && mkdir -p "$copy" runs &&
         git ls-files -z | tar --create --null --files-from - --ignore-failed-read |
         tar --extract --directory "$copy" && ln -s "$PWD/runs" "$copy/runs" &&
-        "$venv/bin/python" tests/support/own_environment.py "$copy/.venv" --without-pip &&
-        "$venv/bin/python" -m pip --python "$copy/.venv/bin/python" install --quiet --no-deps \
-            --no-build-isolation --editable "$copy" && touch "$copy/.venv/installed" && echo "$copy"
+        "$venv/bin/python" tests/support/own_environment.py "$copy/$venv" --without-pip &&
+        "$venv/bin/python" -m pip --python "$copy/$venv/bin/python" install --quiet --no-deps \
+            --no-build-isolation --editable "$copy" && touch "$copy/$venv/installed" && echo "$copy"
 }
 
 STATUS=0
@@ -57,7 +57,7 @@ for TARGET in "$@"; do
         PARTS=$("${PYTHON:-python3}" launch/ci/draw.py "$TARGET" "$SEED") || RESULT=FAILED
     fi
     if [[ $TARGET == test ]]; then
-        COPY=$(copied) && WHERE=(--directory "$COPY" VENV=.venv) || RESULT=FAILED
+        COPY=$(copied) && WHERE=(--directory "$COPY") || RESULT=FAILED
     fi
     if [[ $RESULT == FAILED ]] || ! make "${WHERE[@]}" "$TARGET" ONLY="$PARTS"; then
         RESULT=FAILED

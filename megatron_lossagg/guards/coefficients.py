@@ -32,7 +32,7 @@ class TrainedTerm:
     """Whether it is under the step's own aggregation."""
     is_late: bool
     """Whether loss_func had returned for its microbatch when it was made."""
-    arrived: list[tuple[Tensor, ...]] = field(default_factory=list)
+    arrived: list[Sequence[Tensor]] = field(default_factory=list)
     """Of each backward pass that reached it the gradient, and the loss scale if there is one."""
     arrives_early: bool = False
     """Whether one reached it before loss_func had returned."""

@@ -70,8 +70,7 @@ class Step:
         """M of this schedule call."""
         self.forward_only = forward_only
         self.evaluates = forward_only
-        """Whether its reports are of an evaluation; a step that only shadows trains all the same.
-        """
+        """Whether its reports add up over steps; not if it only shadows what is trained."""
         self.is_finished = False
         self.has_passed = False
         """Whether it has finished, with nothing wrong."""
@@ -169,7 +168,7 @@ class Step:
 
     @property
     def own_numbers(self) -> str:
-        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
         return "" if self._plan is None else self._plan.sequences.own
 
     @property

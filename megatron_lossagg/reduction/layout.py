@@ -152,7 +152,7 @@ class Layout:
     @cached_property
     def _shift_R(self) -> Ints:
         """Offset between a run's mask positions and its indices among this rank's tokens."""
-        shift_R: Ints = self.start_R - (np.add.accumulate(self.length_R) - self.length_R)
+        shift_R: Ints = self.start_R - (np.cumsum(self.length_R) - self.length_R)
         return shift_R
 
     def place(self, index: int) -> tuple[int, int]:

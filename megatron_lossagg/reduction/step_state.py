@@ -72,7 +72,7 @@ class Term:
     """The one that there was when it was made."""
     version: int = 0
     """Of the value, which a change in place increases."""
-    arrived: list[tuple[int, tuple[Tensor, ...]]] = field(default_factory=list)
+    arrived: list[tuple[int, list[Tensor]]] = field(default_factory=list)
     """Of each backward pass that reached it: for how many microbatches loss_func had returned; the
     gradient, and the loss scale if there is one."""
     on_arrival: Callable[[Any], None] | None = None
@@ -185,9 +185,9 @@ class StepLog:
             term.on_arrival(node)
             term.on_arrival = None
         if self.loss_scale is not None:
-            scale, found = term.loss_scale, (gradient.detach(),)
-            if scale is not None:
-                found = *found, scale(torch.ones_like(gradient)).reshape(())
+            found = [gradient.detach()]
+            if term.loss_scale is not None:
+                found.append(term.loss_scale(torch.ones_like(gradient)).reshape(()))
             term.arrived.append((len(self.returned), found))
 
 

@@ -18,8 +18,9 @@ def resolved(path: str, name: str, signature: str) -> Any:
     try:
         found: object = pkgutil.resolve_name(path)
     except Exception as error:  # a module may fail to import with anything
-        is_named = isinstance(error, AttributeError) and error.name is not None
-        near = meant(error.name, dir(error.obj)) if is_named else ""
+        near = ""
+        if isinstance(error, AttributeError) and error.name is not None:
+            near = meant(error.name, dir(error.obj))
         raise ReducerPathError(
             f"{name} {path!r} raised {error!r}{near}: {expected}, and install its module on every "
             "node or put it on PYTHONPATH"

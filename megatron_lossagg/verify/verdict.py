@@ -114,6 +114,7 @@ def run_job(job: Job) -> Iterator[Event]:
         if key not in wanted:
             assignment = assign_sequences(reference.sequences, layout.m_of_ranks)
             wanted[key] = [expected(case, reference, assignment) for case in job.cases]
+        yield {"event": "begin", "layout": str(layout)}
         yield _proven(layout, job, reference, wanted[key], world.hosts)
         gc.collect()  # of the models, which hold the layout's groups
     yield {"event": "end"}

@@ -75,6 +75,8 @@ def test_the_picture_has_a_dot_per_sequence_at_its_weight_times_n(weights):
     wanted = [(2 * i + 2, step.tokens * w) for i, w in enumerate(weights)]
     assert dots.get_offsets().tolist() == [pytest.approx(one) for one in wanted]
     assert drawn(step, "svg", number=1).startswith(b"<?xml")
+    figure.draw_without_rendering()
+    assert figure.axes[0]._left_title.get_window_extent().x1 < figure.bbox.x1  # of a long verdict
 
 
 @pytest.mark.usefixtures("plotting")

@@ -1,9 +1,8 @@
 """Steps of several schedule calls that are refused; for ``fault_table``."""
 
-from functools import partial
-
 from custom_reducer import custom
-from training_steps import Training, microbatch, plan_of, returning, right
+from deferred_programs import with_reducer_of_the_plan
+from training_steps import Training, returning, right
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.reduction.options import Options
@@ -26,23 +25,14 @@ def accumulating_custom(training):
 
 
 def accumulating_term(training, mode):
-    training = Training(training.layout, mode="token_sum")
+    options = training.aggregator.options
+    training.aggregator = LossAggregator(training.chunks, "token_sum", options=options)
     term = returning(lambda mb, x: mb.reduce(x) + mb.reduce(x * x, mode))
     training.step(term, accumulates=True)
 
 
 def accumulating_by_own_plan(training):
-    plan = plan_of(training)
-
-    def loss_func(step, batch, x):
-        mb = microbatch(step, batch)
-        layout = training.aggregator.thd(batch.offsets)
-        own = plan.under("token_mean").reducer(batch.sequences, batch.mask, layout)
-        return mb.outputs(mb.reduce(x) + own(x))
-
-    begun = training.aggregator.begin(plan, num_microbatches=training.m, accumulates=2)
-    with begun as step:
-        training.run(partial(loss_func, step))
+    with_reducer_of_the_plan(training, "token_mean", accumulates=2)
 
 
 def one_call_too_many(training):

@@ -92,20 +92,24 @@ def deferred_with_shadow(training, own, shadow):
         training.plan()
 
 
-def deferred_by_own_plan(training):
+def with_reducer_of_the_plan(training, mode, **options):
+    """Train a term of the plan that the call is begun with, and not of the call's own."""
     plan = plan_of(training)
 
     def loss_func(step, batch, x):
         mb = microbatch(step, batch)
         layout = training.aggregator.thd(batch.offsets)
-        own = plan.under("sample_sum").reducer(batch.sequences, batch.mask, layout)
-        return mb.outputs(mb.reduce(x) + own(x))
+        term = plan.under(mode).reducer(batch.sequences, batch.mask, layout)
+        return mb.outputs(mb.reduce(x) + term(x))
 
-    with (
-        training.aggregator.deferred(),
-        training.aggregator.begin(plan, num_microbatches=training.m) as step,
-    ):
+    begun = training.aggregator.begin(plan, num_microbatches=training.m, **options)
+    with begun as step:
         training.run(partial(loss_func, step))
+
+
+def deferred_by_own_plan(training):
+    with training.aggregator.deferred():
+        with_reducer_of_the_plan(training, "sample_sum")
 
 
 def in_two_calls(training, reduced, kind, total, shadow=()):

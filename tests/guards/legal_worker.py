@@ -297,6 +297,27 @@ def check_own_weights_that_differ_by_rounding(make):
         trained_as_by_hand(training)
 
 
+def check_a_ratio_of_two_terms_of_the_whole_step(make):
+    training = make()
+    sums = torch.zeros(2, dtype=torch.float64)
+
+    def evaluated(step, batch, x):
+        mb = microbatch(step, batch)
+        both = mb.reduce(x), mb.reduce(x**2)
+        sums.add_(torch.stack(both).detach())
+        return mb.outputs(both[0])
+
+    with training.plan(forward_only=True) as step:
+        training.run(functools.partial(evaluated, step), forward_only=True)
+    dist.all_reduce(sums)
+    a, b = sums.tolist()
+    expected = training.plain(lambda x, w, t: (w * (x / b - a / b**2 * x**2)).sum())
+    ratio = returning(
+        lambda mb, x: mb.reduce(x) / b - a / b**2 * mb.reduce(x**2), coefficient=1 / b
+    )
+    same(training.step(ratio), expected)
+
+
 OF_PIPELINES = (
     check_a_loss_scale_that_changes_between_steps,
     check_a_loss_scale_that_changes_inside_a_step,

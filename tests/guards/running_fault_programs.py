@@ -24,7 +24,6 @@ from training_steps import Training, changing, microbatch, returning, right, set
 
 from megatron_lossagg import Layout, LossAggregator
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction.options import Options
 
 
 def layout_of_cp_2(training, kind):
@@ -259,7 +258,8 @@ def failed_alone(training):
 
 def ids_of_each_rank(training, kind, mode, is_shadow):
     """On rank 0 two sequences have one id, on rank 1 each has its own."""
-    options = Options(probe=False, shadow=mode if is_shadow else ())
+    shadow = (mode,) if is_shadow else ()
+    options = replace(training.aggregator.options, shadow=shadow)
     training.aggregator = LossAggregator(training.chunks, "token_mean", options=options)
     ids = list(range(len(training.counts)))
     given = {kind: [0, 0, *ids[2:]] if training.aggregator.cp_rank == 0 else ids}

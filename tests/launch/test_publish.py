@@ -14,10 +14,10 @@ import urllib.error
 import urllib.request
 
 import pytest
-import yaml
 from launching import ROOT, free_ports
 from own_environment import make_environment
 
+yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
 REPOSITORY = "https://code.example/o/megatron_lossagg"
 VERSION = "1.2.3"
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())
