@@ -107,9 +107,10 @@ class StepOutputs:
             sum_N.append((value if value.device == device else moved(value, device)).detach())
         names = [*sums] if expected is None else [*sums, _EXPECTED]
         key = *names, expected, dtype, device
-        if key not in self._constants:
-            self._constants[key] = self._made(names, totals, expected, dtype, device)
-        constant_N2, total_N = self._constants[key]
+        made = self._constants.get(key)
+        if made is None:
+            made = self._constants[key] = self._made(names, totals, expected, dtype, device)
+        constant_N2, total_N = made
         pair_N2 = constant_N2.clone()
         torch.stack(sum_N, out=pair_N2[: len(sums), 0])
         if total_N is not None:

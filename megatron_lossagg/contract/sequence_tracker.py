@@ -58,8 +58,8 @@ class SequenceTracker:
                 f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
                 "pass the schedule's num_microbatches to aggregator.step"
             )
-        taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
-        if len(taken):
+        if np.maximum.reduce(self._microbatch_S[sequences], initial=_NOT_SEEN) != _NOT_SEEN:
+            taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
             raise ContractError(
                 f"sequence {taken[0]} is in two microbatches of the step, number "
                 f"{self._microbatch_S[taken[0]]} and number {self.num_calls} in the order of their "

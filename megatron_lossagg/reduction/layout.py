@@ -90,11 +90,12 @@ class Layout:
     """Whether all positions of the mask are this rank's."""
 
     def __post_init__(self) -> None:
-        for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
+        offset_G1 = self.offset_G1
+        for array in (offset_G1, self.start_R, self.length_R, self.segment_R):
             array.setflags(write=False)  # all holders share it
-        num_tokens, holds_whole = int(self.offset_G1[-1]), self.cp_size == 1 or self.is_local
-        vars(self).update(
-            num_segments=len(self.offset_G1) - 1,
+        num_tokens, holds_whole = int(offset_G1[-1]), self.cp_size == 1 or self.is_local
+        self.__dict__.update(
+            num_segments=len(offset_G1) - 1,
             num_tokens=num_tokens,
             num_local_tokens=num_tokens if holds_whole else int(np.add.reduce(self.length_R)),
             holds_whole_mask=holds_whole,

@@ -46,9 +46,9 @@ class Known:
     """int64 ``[G]``: the plan's count of each segment's sequence, 0 for a padding sequence."""
     counted_tokens: int
     """Their sum: the microbatch's active tokens, complete over CP."""
-    expected: Ints
+    expected: bytes
     """What a mask's cumulative sum should be at the end of each segment, ``[G]``, at that of the
-    mask, and before the last position of each segment, ``[G]``."""
+    mask, and before the last position of each segment, ``[G]``: int32."""
 
 
 @dataclass(kw_only=True, eq=False)
