@@ -64,5 +64,5 @@ def test_megatron_fsdp_trains_the_configured_loss(
     layout = Parallelism(float32=True, **LAYOUTS[name])
     verdict = verdicts[str(layout), case, loss_scaling]
     assert verdict["gradient_error"] < 5e-6, verdict["explanation"]
-    assert verdict["loss_error"] < 1e-6, verdict["explanation"]
+    assert verdict["loss_error"] < 5e-6, verdict["explanation"]
     assert verdict["weight_sum_error"] < 1e-6
