@@ -1,0 +1,67 @@
+"""500 random steps weigh as they did before counting became one table, bit by bit."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import golden_steps
+import numpy as np
+import pytest
+
+from megatron_lossagg.reduction.modes import MODES
+
+MADE_ON, WANTED = golden_steps.read()
+
+
+@pytest.fixture(scope="module")
+def found():
+    return json.loads(json.dumps(golden_steps.all_results()))
+
+
+def test_every_weight_expected_sum_count_and_message_is_as_it_was(found):
+    drawn = [[step[0] for step in steps] for steps in (WANTED, found)]
+    assert drawn[0] == drawn[1], "other steps were drawn: their weights cannot be compared"
+    differing = [n for n in range(len(WANTED)) if found[n] != WANTED[n]]
+    first = next(iter(differing), 0)
+    assert not differing, (
+        f"{len(differing)} steps differ, written on {MADE_ON} and compared on "
+        f"{golden_steps.machine()}; step {first}: {_difference(WANTED[first], found[first])}"
+    )
+
+
+def test_the_steps_have_each_mode_on_one_to_four_ranks_and_many_messages():
+    weights, messages, ranks = Counter(), Counter(), Counter()
+    for _, *results in WANTED:
+        same = isinstance(results[0], str) and results[0].endswith("ranks")
+        ranks[int(results[0][0]) if same else len(results)] += 1
+        for result in results[1:] if same else results:
+            if isinstance(result, str):
+                messages[result.split(":")[0]] += 1
+                continue
+            for one in result[2:]:
+                name = (one if isinstance(one, str) else one[0]).split(":")[0].split()[0]
+                (messages if isinstance(one, str) else weights)[name] += 1
+    assert {mode for mode, _ in golden_steps.MODES} | {"own_weights"} <= set(weights)
+    assert min(weights.values()) > 20, weights
+    assert set(ranks) == {1, 2, 3, 4}
+    assert sum(messages.values()) > 100, messages
+
+
+def test_one_mode_whose_weights_change_in_the_last_bit_is_seen(monkeypatch):
+    mode = MODES["row_mean"]
+    monkeypatch.setitem(
+        MODES,
+        "row_mean",
+        replace(mode, denominator=lambda c: np.nextafter(mode.denominator(c), np.inf)),
+    )
+    results = json.loads(json.dumps(golden_steps.all_results()))
+    assert sum(one != wanted for one, wanted in zip(results, WANTED, strict=True)) > 20
+
+
+def _difference(wanted, found, path=()):
+    """Lead to the first value that differs."""
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for index, pair in enumerate(zip(wanted, found, strict=True)):
+            if pair[0] != pair[1]:
+                return _difference(*pair, (*path, index))
+    return f"at {path} {wanted!r} was written, and {found!r} was found"
