@@ -27,11 +27,11 @@ from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import ID_KINDS
+from megatron_lossagg.reduction.table import Counted
 
 _SUMS = ("sample_sum", "constant")
 """Modes whose weights do not depend on which sequences are one sample, but for B."""
@@ -295,7 +295,7 @@ def _is_shared(kind: str, sent: list[_Sent]) -> bool:
 
 def _kinds_of(mode: str, *, is_given: bool) -> tuple[str, ...]:
     """Return the kinds of ids that must lie in one call; ``is_given``: whether the total is."""
-    of_total = {"prompts": ("prompt",), "active_tokens": (), "divisor": ()}
+    of_total = {"P": ("prompt",), "N": (), "L": ()}
     needs = of_total.get(str(MODES[mode].total), ("sample",))
     return () if is_given and mode in _SUMS else (*needs, *MODES[mode].needs)
 

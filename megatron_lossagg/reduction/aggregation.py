@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aliases import ALIASES, alias_of, unknown_name
@@ -14,7 +14,10 @@ from megatron_lossagg.reduction.checks.aggregation import (
     checked_exponent,
 )
 from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count, Ids
-from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
+from megatron_lossagg.reduction.own_weights import WeightsFunction
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.table import StepCounts
 
 
 @dataclass(frozen=True)

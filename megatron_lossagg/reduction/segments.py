@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.integers import Ints, first_few
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.sequences import CheckedSequences
+from megatron_lossagg.reduction.sequences import Checked
 
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
@@ -34,7 +34,7 @@ class Segments:
     """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
     counted: Ints
     """int64 ``[G]``: the plan's count of each segment's sequence, 0 for a padding sequence."""
-    planned: CheckedSequences
+    planned: Checked
     """Those of the step."""
     layout: Layout
     rejects_tokens: bool

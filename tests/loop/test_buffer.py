@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from megatron_lossagg import Aggregation, Layout
+from megatron_lossagg import Aggregation, Layout, Sequences
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.loop.buffer import MicrobatchSequences, StepBuffer
+from megatron_lossagg.loop.buffer import StepBuffer
 from megatron_lossagg.reduction.options import Options
 
 
@@ -142,7 +142,7 @@ def test_the_weights_reach_the_microbatch_that_the_sequences_name():
 
 def test_paddings_are_numbered_as_no_sequences():
     def sequences(data):
-        return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)
+        return Sequences(active_tokens=[1, 0, 2], is_padding=data)
 
     buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
     buffer.plan(Aggregation("token_mean"), sequences)
