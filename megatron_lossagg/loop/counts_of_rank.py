@@ -36,7 +36,10 @@ def plan_of_rank(
     given, fault = _of_first_rank(given, run.tp_group, kind=kind)
     own_m = given.get("num_microbatches", num_microbatches)
     if not is_integer(num_microbatches, lowest=1) and not fault:
-        fault = f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
+        fault = (
+            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
+            "schedule gets"
+        )
     if own_m != num_microbatches and not fault:
         fault = (
             f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "

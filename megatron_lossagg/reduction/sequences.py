@@ -329,7 +329,7 @@ class Sequences:
             if given is not None and one.check is not None:
                 one.check(found[name], n_S)
         found |= {"lengths": None}  # of microbatches, for their layouts
-        _check_microbatches(found)
+        _check_microbatches(found, len(n_S))
         if self.samples_per_prompt is not None and self.prompt is None:
             raise PlanError(
                 f"got samples_per_prompt {self.samples_per_prompt} and no prompt ids: pass prompt="
@@ -381,10 +381,13 @@ class Sequences:
 
     @property
     def own(self) -> str:
-        """What context-parallel ranks must pass alike and no count shows, as a hash."""
-        entries = self.entries().items()
-        own = [f"{k} {v.tobytes().hex()}" for k, v in entries if " " in k or v.dtype == bool]
-        return str(hashed(" ".join(own))) if own else ""
+        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
+        texts: dict[str, str] = {}
+        for name, values in self.entries().items():
+            of, _, key = name.partition(" ")
+            if key or values.dtype == bool:
+                texts[of] = f"{texts.get(of, '')} {key} {values.tobytes().hex()}"
+        return " ".join(f"{of}={hashed(text)}" for of, text in texts.items())
 
     @cached_property
     def kept(self) -> Checked:
@@ -456,9 +459,14 @@ class Sequences:
 ID_KINDS: tuple[Any, ...] = tuple(n for n, one in columns_of(Sequences).items() if one.is_id)
 
 
-def _check_microbatches(found: dict[str, Any]) -> None:
+def _check_microbatches(found: dict[str, Any], num_sequences: int) -> None:
     """Refuse a microbatch beyond M; M is as many as are named if it was not passed."""
     m, microbatch_S = found["num_microbatches"], found["microbatch"]
+    if m == 0 and num_sequences:  # which lie in one microbatch or more
+        raise PlanError(
+            "got num_microbatches 0, expected an integer from 1 to 2^53: pass what the schedule "
+            "gets"
+        )
     if microbatch_S is None:
         return
     least = int(microbatch_S.max(initial=-1)) + 1

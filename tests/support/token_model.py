@@ -21,10 +21,10 @@ class OneWeightPerToken(torch.nn.Module):
         return self.weight[tokens]
 
 
-def wrapped(config, num_tokens):
+def wrapped(config, num_tokens, **ddp):
     """Wrap the model in Megatron-Core's DistributedDataParallel."""
     return DistributedDataParallel(
-        config, DistributedDataParallelConfig(), OneWeightPerToken(num_tokens)
+        config, DistributedDataParallelConfig(**ddp), OneWeightPerToken(num_tokens)
     )
 
 

@@ -215,6 +215,15 @@ def test_means_of_data_parallel_ranks_are_named():
     assert step.causes == ("a mean of one token mean per data-parallel rank",)
 
 
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_rank_that_heard_fewer_microbatches_does_not_say_how_many_there_are(fewer):
+    """Whichever of the ranks it is: M divides the weights of both, with 4 microbatches on one."""
+    both = of_two_ranks(lambda n_mb, b_mb, n: 1 / (4 * 2 * n_mb))
+    sizes = [{**one.sizes, "M": 2 if number == fewer else 4} for number, one in enumerate(both)]
+    step = compare([replace(one, sizes=its) for one, its in zip(both, sizes, strict=True)])
+    assert (step.sizes["M"], step.trains) == (4, "microbatch_token_mean")
+
+
 @pytest.mark.parametrize(
     ("mode", "weight"),
     [("token_mean", lambda n_mb, n: -1 / 12), ("sample_mean", lambda n_mb, n: -0.01 / (3 * n))],

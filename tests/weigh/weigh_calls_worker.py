@@ -15,6 +15,7 @@ import token_model
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from megatron.core import parallel_state
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lossagg import LossAggregator
@@ -167,6 +168,26 @@ def check_a_microbatch_of_no_token_is_one_where_only_the_recomputation_is_heard(
     found = [(one.microbatch, one.tokens) for one in weighing.of_this_rank().parts]
     assert found == [(0, 0), (1, 4)]
     assert not weighing.of_this_rank("clipped").parts
+
+
+def check_tokens_are_counted_on_one_of_the_tensor_parallel_ranks():
+    """TP 2 instead of DP 2 (and CP 2): both ranks have the losses of all tokens."""
+    parallel_state.destroy_model_parallel()
+    try:
+        parallel_state.initialize_model_parallel(2, context_parallel_size=CP)
+        chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+        weighing = Weighing([chunk], num_microbatches=1)
+        with weighing:
+            weighing.losses(chunk(torch.arange(4)), lengths=[3, 1]).mean().backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        step = weighing.weighed()
+        assert [one.tokens for one in step.sequences] == [3 * CP, CP]
+        assert chunk.module.weight.main_grad[:4].tolist() == [1 / 4] * 4
+        assert step.weight_sum == pytest.approx(1.0)
+        assert (step.sizes["TP"], step.trains) == (2, "token_mean")
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=CP)
 
 
 def check_a_call_that_is_missing_for_a_microbatch_is_refused():

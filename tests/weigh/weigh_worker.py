@@ -88,12 +88,13 @@ def trained(
     finalizes=True,
     listens=True,
     makes_view=False,
+    ddp=None,
     **config,
 ):
     """Run a step; return what was weighed on all ranks, and the step's reduced gradient."""
     made = tiny_gpt.config_of(per_token=per_token, **config)
     num_tokens = dist.get_world_size() // CP * M * 16
-    chunk = token_model.wrapped(made, num_tokens)
+    chunk = token_model.wrapped(made, num_tokens, **(ddp or {}))
     scale = made.grad_scale_func
     if not finalizes:
         made.finalize_model_grads_func = None
@@ -158,6 +159,14 @@ def check_a_loss_scale_is_taken_out():
         )
         assert_sums(step, gradient)
         assert step.weight_sum == pytest.approx(1.0)
+
+
+def check_a_collective_that_averages_does_so_over_data_and_context_parallel_ranks():
+    for loss_func in (mean_of_microbatches, squared):
+        step, gradient = trained(
+            per_token=False, loss_func=loss_func, ddp={"average_in_collective": True}
+        )
+        assert_sums(step, gradient)
 
 
 def check_a_gradient_that_a_script_asks_for_itself_is_none_of_the_step():
