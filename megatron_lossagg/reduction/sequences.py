@@ -201,6 +201,9 @@ class Column:
     """Whether it is a mapping of several by name."""
     with_totals: bool = False
     """Whether totals of the step may be passed too, for other ranks' entries matter to none."""
+    at_end: bool = False
+    """Whether context-parallel ranks compare it when the step ends, as they do counts and ids; if
+    not, when it begins."""
     is_shared: bool = True
     """Whether ranks tell each other: all entries, or that the integer of the step is one."""
 
@@ -228,6 +231,11 @@ def column(dtype: type[int] | type[float] | type[bool], **what: Any) -> dict[str
 def columns_of(kind: type[Sequences]) -> dict[str, Column]:
     """Return the columns that a class declares, by name."""
     return {one.name: one.metadata["column"] for one in fields(kind) if one.metadata}
+
+
+def ids_of(kind: type[Sequences]) -> tuple[str, ...]:
+    """Name the columns of a class that are ids."""
+    return tuple(name for name, one in columns_of(kind).items() if one.is_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,10 +295,11 @@ class Sequences:
         default=None, metadata=column(int, is_alone=True, is_shared=False)
     )
     token_weight_sums: FloatsLike | None = field(
-        default=None, metadata=column(float, check=_check_weight_sums)
+        default=None, metadata=column(float, check=_check_weight_sums, at_end=True)
     )
     sequence_weight: FloatsLike | None = field(
-        default=None, metadata=column(float, check=_check_sequence_weights, with_totals=True)
+        default=None,
+        metadata=column(float, check=_check_sequence_weights, with_totals=True, at_end=True),
     )
     left_out: IntsLike | Sequence[bool] | None = field(default=None, metadata=column(bool))
     columns: Mapping[str, FloatsLike] | None = field(
@@ -334,7 +343,7 @@ class Sequences:
             raise PlanError(
                 f"got samples_per_prompt {self.samples_per_prompt} and no prompt ids: pass prompt="
             )
-        texts = [kind for kind in ID_KINDS if _are_strings(getattr(self, kind))]
+        texts = [kind for kind in ids_of(type(self)) if _are_strings(getattr(self, kind))]
         checked: Checked = replace(self, **found)
         checked = checked.with_entries(checked.entries())
         object.__setattr__(checked, "string_ids", tuple(texts))
@@ -385,7 +394,8 @@ class Sequences:
         texts: dict[str, str] = {}
         for name, values in self.entries().items():
             of, _, key = name.partition(" ")
-            if key or values.dtype == bool:
+            one = columns_of(type(self))[of]
+            if one.dtype is not int and not one.at_end:
                 texts[of] = f"{texts.get(of, '')} {key} {values.tobytes().hex()}"
         return " ".join(f"{of}={hashed(text)}" for of, text in texts.items())
 
@@ -456,7 +466,7 @@ class Sequences:
         }
 
 
-ID_KINDS: tuple[Any, ...] = tuple(n for n, one in columns_of(Sequences).items() if one.is_id)
+ID_KINDS: tuple[Any, ...] = ids_of(Sequences)
 
 
 def _check_microbatches(found: dict[str, Any], num_sequences: int) -> None:

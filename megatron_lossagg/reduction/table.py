@@ -28,12 +28,12 @@ from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, IntsLike, is_integer
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.sequences import (
-    ID_KINDS,
     Checked,
     Floats,
     check_sum,
     columns_of,
     hashed,
+    ids_of,
 )
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def count_step(
     own, n_S = Table.of_rank(sequences), sequences.active_tokens
     settings = [f"{aggregation} ({aggregation!r})", *settings]
     entries = sequences.entries()
-    strings = [kind in sequences.string_ids for kind in ID_KINDS]
+    strings = [kind in sequences.string_ids for kind in ids_of(type(sequences))]
     sent = {
         "has_fault": bool(fault),
         # The same on every rank: the aggregation, the options, and what is passed.
