@@ -158,6 +158,11 @@ class IdGroups:
             index_A = id_A - low if low else id_A
         return IdGroups(index_A, np.bincount(index_A))
 
+    @staticmethod
+    def each(num: int) -> IdGroups:
+        """Give each of so many sequences an id of its own."""
+        return IdGroups(np.arange(num), np.ones(num, dtype=np.int64), is_each=True)
+
     @property
     def num(self) -> int:
         """Number of distinct ids."""
@@ -239,14 +244,10 @@ class Table:
         """Group the rows by a kind of id; None if none was passed. Each sequence is a sample."""
         if kind not in self._ids:
             id_A: Any = getattr(self.rows, kind)
-            if id_A is None and kind == "sample":
-                num = len(self.rank_A)
-                groups = IdGroups(np.arange(num), np.ones(num, dtype=np.int64), is_each=True)
-                self._ids[kind] = groups
-            else:
-                if kind == "microbatch" and id_A is not None:  # a microbatch is a rank's
-                    id_A = id_A + (np.cumsum(self.m_W) - self.m_W)[self.rank_A]
-                self._ids[kind] = None if id_A is None else IdGroups.of(id_A)
+            if kind == "microbatch" and id_A is not None:  # a microbatch is a rank's
+                id_A = id_A + (np.cumsum(self.m_W) - self.m_W)[self.rank_A]
+            without = IdGroups.each(len(self.rank_A)) if kind == "sample" else None
+            self._ids[kind] = without if id_A is None else IdGroups.of(id_A)
         return self._ids[kind]
 
     @cached_property
