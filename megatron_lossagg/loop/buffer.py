@@ -214,14 +214,7 @@ class StepBuffer:
                     "count gives the active tokens of each sequence, on the CPU"
                 )
                 return None, fault, error
-        active = [
-            sum(
-                float(n)
-                for n, pads in zip(one.active_tokens, one.is_padding, strict=True)
-                if not pads
-            )
-            for one in counts
-        ]
+        active = [sum(map(float, one.trained_entries()["active_tokens"])) for one in counts]
         return counts, self._kept.fault(active), None
 
 

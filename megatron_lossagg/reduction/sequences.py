@@ -270,7 +270,8 @@ class Sequences:
         columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,
             finite; a weights function reads them, of all ranks' sequences.
         lengths: Tokens of each sequence, padding included, for an integration's layout.
-        is_padding: 1 for a sequence that only fills a shape: but for its length it is not read.
+        is_padding: 1 for a sequence that only fills a shape: it is in no count, has no position in
+            the step, and is not read but for its length.
         samples_per_prompt: How many samples each prompt has over the step; a check that ids are
             global, if passed.
         sample_count: How many samples the whole step has, over all ranks, if the caller knows it;
@@ -450,7 +451,7 @@ class Sequences:
         entries = {name: [v for one in kept for v in one.get(name, ())] for name in names}
         entries |= {"microbatch": [i for i, one in enumerate(kept) for _ in one["active_tokens"]]}
         first: Sequences = next(iter(parts), Sequences(active_tokens=[]))
-        num_padding = sum(sum(one.is_padding) for one in parts)
+        num_padding = sum(sum(one.is_padding) + (one.num_padding or 0) for one in parts)
         numbers = {"num_microbatches": num_microbatches, "num_padding": num_padding}
         joined: Sequences = first.with_entries(entries, is_padding=None, lengths=None, **numbers)
         return joined

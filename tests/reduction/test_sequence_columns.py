@@ -153,3 +153,13 @@ def test_microbatches_of_other_ranks_arrive_whatever_their_tokens(monkeypatch, t
     table = found[1].table
     assert (table.rows.microbatch.tolist(), table.m_W.tolist()) == ([0, 2, 2, 2, 2], [m, m])
     assert table.rows.active_tokens.tolist() == [tokens, 1, 0, 2, 5]
+
+
+def test_sequences_that_only_fill_a_shape_are_counted_as_padding():
+    given = {"active_tokens": [3, 9, 1], "is_padding": [0, 1, 0], "num_padding": 2}
+    plan = plan_step(Aggregation("sample_mean"), Sequences(**given, lengths=[4, 9, 1]))
+    assert plan.weights.tolist() == [1 / 6, 1 / 2]
+    assert plan.counted["padding"] == 3
+    buffer = StepBuffer(iter([given, {"active_tokens": [2]}]), 2)
+    plan = buffer.plan(Aggregation("sample_sum"), lambda data: Sequences(**data))
+    assert (plan.weights.tolist(), plan.counted["padding"]) == ([1 / 3] * 3, 3)
