@@ -14,7 +14,7 @@ from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Sca
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
-from megatron_lossagg.reduction.table import StepCounts, StepWeights
+from megatron_lossagg.reduction.table import StepWeights
 from megatron_lossagg.verify.text import number_of
 
 DEFAULT_LENGTHS = "2000,500,8000,1500/3000,1000,0,4000"
@@ -171,7 +171,7 @@ def _flags(name: str, aggregation: Aggregation, count_empty: bool | None) -> str
 
 
 def _counts(plan: StepWeights) -> dict[str, float | None]:
-    counted = StepCounts(plan.counted_table)  # B and P have the empty ones, whatever is counted
+    counted = plan.counted_table.counts  # B and P have the empty ones, whatever is counted
     counts: dict[str, float | None] = {letter: counted.known(letter) for letter in "NBVPQ"}
     if MODES[plan.aggregation.mode].has_exponent:
         counts["Z"] = plan.counts.Z

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _Weights = TypeVar("_Weights", bound="StepWeights")
 _Numbers = TypeVar("_Numbers", Ints, Floats)
 _BETWEEN = "\n"
+_EVERYTHING = Aggregation("token_sum", count_left_out=True)
+"""Counts all tokens, samples and prompts that were passed."""
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -126,7 +128,7 @@ class Counted(dict[str, int]):
                 empty = self.get(f"empty_{kind}")
                 in_all = f" ({empty} empty)" if empty else ""
                 parts.append(f"{self[kind]} {kind.replace('_', ' ')}{in_all}")
-            if kind == "samples" in self and self[kind] == self.get("sequences"):
+            if kind == "samples" and kind in self and self[kind] == self.get("sequences"):
                 parts.append("each sequence one")
         if "left_out" in self:
             parts.append(f"{self['left_out']} sequences left out")
@@ -451,21 +453,19 @@ class StepCounts:
     def __init__(
         self,
         table: Table,
-        aggregation: Aggregation | None = None,
+        aggregation: Aggregation = _EVERYTHING,
         given: Mapping[str, float] | None = None,
     ) -> None:
-        counts_all = aggregation is None or aggregation.count_left_out
-        self._table = table if counts_all else table.kept
+        self._table = table if aggregation.count_left_out else table.kept
         self._of = aggregation
         self._given = given or {}
         """Numbers that stand in place of counts, by letter."""
         self._found: dict[str, Any] = {}
-        self._counts_empty = aggregation is None or bool(aggregation.count_empty)
-        self._counted_A: Any = self._table.rows.active_tokens
-        if aggregation is not None and aggregation.count == "weights":
-            self._counted_A = self._table.rows.token_weight_sums
+        self._counts_empty = bool(aggregation.count_empty)
+        name = "token_weight_sums" if aggregation.count == "weights" else "active_tokens"
+        self._counted_A: Any = getattr(self._table.rows, name)
         if self._counted_A is None:
-            raise self._lacks("Sequences(token_weight_sums=...) without totals=")
+            raise self._lacks_column(name)
 
     def total(self, name: str) -> Any:
         """Return a count of the step by its name in :class:`StepTotals`; None if not known."""
@@ -541,7 +541,7 @@ class StepCounts:
     @property
     def L(self) -> float:
         """The divisor, 1 by default."""
-        return self._given.get("L", (self._of and self._of.divisor) or 1.0)
+        return self._given.get("L", self._of.divisor or 1.0)
 
     @property
     def C(self) -> float:
@@ -551,7 +551,7 @@ class StepCounts:
     @property
     def a(self) -> float:
         """The exponent."""
-        return (self._of and self._of.exponent) or 0.0
+        return self._of.exponent or 0.0
 
     @property
     def DP(self) -> int:
