@@ -79,7 +79,10 @@ PURE_TESTS = {
     "reduction/aggregation": [*of("reduction", "aggregation", "plan"), "loop/test_flags"],
     "reduction/layout": of("reduction", "layout", "reducer", "device_path"),
     "reduction/exchange": [*of("reduction", "exchange"), *PLAN],
-    "reduction/sequences": [*of("reduction", *PLANS, "counts", "integers"), *PLAN],
+    "reduction/sequences": [
+        *of("reduction", *PLANS, "counts", "integers", "sequence_columns", "left_out"),
+        *("loop/test_buffer", *PLAN),
+    ],
     "reduction/own_weights": of("reduction", "own_weights"),
     "reduction/faults": of("reduction", "step_faults", "not_finite"),
     "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
@@ -93,7 +96,8 @@ PURE_TESTS = {
     ],
     "reduction/table": [
         *of("reduction", *PLANS, "counts", "partial_losses", "own_weights", "sequence_weights"),
-        *(*of("reduction", "left_out", "given_totals"), *WEIGHTS, *PLAN),
+        *of("reduction", "left_out", "given_totals", "counted", "sequence_columns"),
+        *(*of("reduction", "golden_steps"), *WEIGHTS, *PLAN),
     ],
     "reduction/custom": of("reduction", "custom_reducer"),
     "reduction/options": of("reduction", "options"),

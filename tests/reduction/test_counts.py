@@ -105,3 +105,11 @@ def test_ids_of_every_rank_are_found_as_by_their_sets(seed):
     of_ranks = [set(ids) for ids in np.split(ids_A, np.cumsum(sequences_W)[:-1]) if len(ids)]
     expected = len(of_ranks) > 1 and set(ids_A) in of_ranks
     assert _is_every_id_on_one_rank(ids_A, len(set(ids_A)), sequences_W) == expected
+
+
+def test_what_the_modes_total_counts_and_one_for_a_mode_without():
+    plan = plan_step(Aggregation("sample_mean"), Sequences(**SEQUENCES))
+    assert plan.counted_total == 3
+    assert plan.under(Aggregation("sample_sum", count_empty=False)).counted_total == 2
+    assert plan.under(Aggregation("token_sum", divisor=7)).counted_total == 7
+    assert plan.under("microbatch_token_mean").counted_total == 1
