@@ -253,13 +253,13 @@ def _weights(
         key = (sequence.dp_rank, sequence.microbatch)
         of_microbatch[key] = of_microbatch.get(key, 0.0) + n
     counts = SimpleNamespace(
-        active_tokens=n_S.sum(),
-        sample_tokens=n_S,
-        samples=len(n_S),
-        divisor=1.0,
-        num_microbatches=sizes["M"],
-        data_parallel_size=sizes["DP"],
-        microbatch_tokens=np.array([of_microbatch[s.dp_rank, s.microbatch] for s in sequences]),
+        N=n_S.sum(),
+        n_b=n_S,
+        B=len(n_S),
+        L=1.0,
+        M=sizes["M"],
+        DP=sizes["DP"],
+        n_mb=np.array([of_microbatch[s.dp_rank, s.microbatch] for s in sequences]),
     )
     denominators = {name: MODES[name].denominator for name in COMPARED}
     return {
