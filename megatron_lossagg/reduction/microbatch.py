@@ -196,10 +196,12 @@ class Microbatch:
             is_of_step=step is not None,
             trained=trained,
         )
-        # The first place is 0, where a sum may be anything; last positions are those of sequences.
+        # A place of 0, whose sum may be anything, is the first, and others of empty first segments.
+        # Last positions are those of sequences.
         end = 2 * layout.num_segments + 2 if layout.is_whole else layout.num_segments + 2
         if (
             keep_P.device.type != "cpu"
+            or trained.place_N[1] == 0
             or trained.at_N.numpy()[1:end].tobytes() != known.expected[: 4 * end - 4]
             or (nonzero is not None and nonzero.numpy() != known.counted_tokens)
         ):
