@@ -241,6 +241,7 @@ SEQUENCES = {
     "below the padding sequence": ([0, -2], "sequence -2 is not one"),
     "fractions": ([0.0, 1.0], "sequences: got .* expected integers in one dim"),
     "two dimensions": ([[0, 1]], "sequences: got .* expected integers in one dim"),
+    "lists of two lengths": ([[0], [1, 0]], "sequences: got .* expected integers in one dim"),
 }
 
 
