@@ -164,3 +164,42 @@ def rollouts(folder, framework):
     command = ["python", str(checkout / "train.py"), option, file, *given]
     paths = [checkout, checkout_of("Megatron-LM")]
     return started(command, folder, framework, paths=paths)
+
+
+def of_bridge():
+    """Return the paths of Megatron-Bridge, with the Megatron-LM that it pins."""
+    return [checkout_of(f"Megatron-Bridge/{path}") for path in ("src", "3rdparty/Megatron-LM")]
+
+
+def bridge(folder):
+    """Start Megatron-Bridge; return what was reached, or None, and the ended process."""
+    before = """
+from bridge_worker import configuration
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.gpt_step import forward_step
+
+config = configuration(1, per_token=False, evaluation_cp=1)
+config.checkpoint.pretrained_checkpoint = "."
+"""
+    (folder / "train.py").write_text(before + blocks("bridge", "python")[0])
+    return started(["python", "train.py"], folder, "bridge", paths=of_bridge())
+
+
+def llama_factory(folder):
+    """Start LLaMA-Factory with Megatron-Bridge; return what was reached, and the ended process."""
+    (folder / "train.py").write_text(blocks("llama-factory", "python")[0])
+    given = {
+        "model_name_or_path": str(tiny_model(folder)),
+        "stage": "sft",
+        "do_train": True,
+        "dataset": "conversations",
+        "template": "default",
+        "output_dir": str(folder / "out"),
+    }
+    (folder / "your.yaml").write_text(json.dumps(given))
+    (line,) = blocks("llama-factory", "sh")
+    command = words(line.replace("--nproc_per_node 8", "--nproc_per_node 1"))
+    paths = [checkout_of("LLaMA-Factory/src"), *of_bridge()]
+    return started(
+        ["env", *command], folder, "llama_factory", paths=paths, DISABLE_VERSION_CHECK="1"
+    )

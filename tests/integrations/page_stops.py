@@ -62,6 +62,11 @@ def is_rays_own():
     return any("/workers/" not in word for word in words)
 
 
+def is_torchs_launcher():
+    """Whether this process only starts the ranks."""
+    return any(word.endswith("torchrun") for word in sys.orig_argv[:2])
+
+
 def skyrl():
     """SkyRL's trainer, where it is to build its models."""
     if is_rays_own():
@@ -201,3 +206,34 @@ def _rollout_stops(name):
 def _without_an_engine(module):
     """Leave out the arguments of SGLang, which are not there without it."""
     module.validate_args = lambda args: None
+
+
+def bridge():
+    """Megatron-Bridge, where it is to set up its model; its configuration is checked by then."""
+    if is_torchs_launcher():
+        return
+    import imports_bridge  # noqa: F401
+    from megatron.bridge.training import eval as evaluation
+    from megatron.bridge.training import pretrain, train
+
+    def setup(*given, **more):
+        (hook,) = hooks_of(train.get_forward_backward_func)
+        assert hooks_of(evaluation.get_forward_backward_func) == [hook]
+        reached(aggregation=str(hook.aggregation))
+
+    pretrain.setup = setup
+
+
+def llama_factory():
+    """LLaMA-Factory, where Megatron-Bridge is to set up its model; its data are not read before."""
+    if is_torchs_launcher():
+        return
+    bridge()
+    stand_ins.install(stand_ins.LLAMA_FACTORY)
+
+    def without_data(workflow):
+        workflow._load_aligned_datasets = lambda *given: ([0], {})
+        workflow._run_on_main_process = lambda *given: None
+        workflow.ensure_megatron_pretrained_checkpoint = lambda **given: "checkpoint"
+
+    once_imported("llamafactory.train.megatron_bridge.workflow", without_data)

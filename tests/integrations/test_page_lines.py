@@ -32,3 +32,9 @@ def test_an_ms_swift_before_4_6_0_is_refused_by_the_plugin(tmp_path, command):
     found, done = page_lines.ms_swift(tmp_path, command, paths=[checkout_of("ms-swift")])
     assert found is None
     assert "got an ms-swift whose MegatronTrainer has no _log_callback" in done.stderr
+
+
+@needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron", installed=True)
+def test_bridges_finetune_has_the_mode_by_the_pages_call(tmp_path):
+    found, done = page_lines.bridge(tmp_path)
+    assert found == {"aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr
