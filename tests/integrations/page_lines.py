@@ -185,9 +185,30 @@ config.checkpoint.pretrained_checkpoint = "."
     return started(["python", "train.py"], folder, "bridge", paths=of_bridge())
 
 
-def llama_factory(folder):
-    """Start LLaMA-Factory with Megatron-Bridge; return what was reached, and the ended process."""
-    (folder / "train.py").write_text(blocks("llama-factory", "python")[0])
+def as_installed(folder, package):
+    """Let what lies in a checkout be found as an installed package, whose version is asked for."""
+    written = folder / f"{package.replace('-', '_')}-9.dist-info"
+    written.mkdir()
+    (written / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9\n")
+
+
+LLAMA_FACTORY = {"bridge": "megatron-bridge", "mcore_adapter": "mcore-adapter"}
+"""The packages of its two Megatron backends."""
+
+
+def llama_factory(folder, backend):
+    """Start LLaMA-Factory; return what was reached, or None, and the ended process."""
+    as_installed(folder, LLAMA_FACTORY[backend])
+    text, (line,) = blocks("llama-factory", "python")[0], blocks("llama-factory", "sh")
+    paths = [checkout_of("LLaMA-Factory/src")]
+    if backend == "bridge":
+        paths += of_bridge()
+    else:
+        (switch,) = re.findall(r"# for (\w+=1): mcore_adapter$", text, re.MULTILINE)
+        line = line.replace("USE_MEGATRON_BRIDGE=1", switch)
+        text = re.sub(r"\bbridge\b", backend, text)
+        paths += [checkout_of("ROLL/mcore_adapter/src")]
+    (folder / "train.py").write_text(text)
     given = {
         "model_name_or_path": str(tiny_model(folder)),
         "stage": "sft",
@@ -197,9 +218,27 @@ def llama_factory(folder):
         "output_dir": str(folder / "out"),
     }
     (folder / "your.yaml").write_text(json.dumps(given))
-    (line,) = blocks("llama-factory", "sh")
     command = words(line.replace("--nproc_per_node 8", "--nproc_per_node 1"))
-    paths = [checkout_of("LLaMA-Factory/src"), *of_bridge()]
-    return started(
-        ["env", *command], folder, "llama_factory", paths=paths, DISABLE_VERSION_CHECK="1"
-    )
+    # Its tests for versions refuse the transformers that is here.
+    more = {"DISABLE_VERSION_CHECK": "1"}
+    return started(["env", *command], folder, "llama_factory", paths=paths, **more)
+
+
+def primus(folder):
+    """Start what Primus's launcher starts, whose hooks install packages before.
+
+    Returns what was reached, or None, and the ended process.
+    """
+    (folder / "train.py").write_text(blocks("primus", "python")[0])
+    module = {
+        "framework": "megatron",
+        "config": "pre_trainer.yaml",
+        "model": "llama2_7B.yaml",
+        "overrides": {"mock_data": True},
+    }
+    given = {"work_group": "one", "user_name": "one", "exp_name": "one", "workspace": str(folder)}
+    (folder / "your.yaml").write_text(json.dumps({**given, "modules": {"pre_trainer": module}}))
+    megatron = checkout_of("Megatron-LM")
+    command = ["torchrun", "train.py", "train", "pretrain", "--config", "your.yaml"]
+    paths = [checkout_of("Primus"), megatron]
+    return started(command, folder, "primus", paths=paths, BACKEND_PATH=str(megatron))

@@ -208,32 +208,69 @@ def _without_an_engine(module):
     module.validate_args = lambda args: None
 
 
+def _bridge_reached():
+    from megatron.bridge.training import eval as evaluation
+    from megatron.bridge.training import train
+
+    (hook,) = hooks_of(train.get_forward_backward_func)
+    assert hooks_of(evaluation.get_forward_backward_func) == [hook]
+    reached(aggregation=str(hook.aggregation))
+
+
 def bridge():
     """Megatron-Bridge, where it is to set up its model; its configuration is checked by then."""
-    if is_torchs_launcher():
-        return
     import imports_bridge  # noqa: F401
-    from megatron.bridge.training import eval as evaluation
-    from megatron.bridge.training import pretrain, train
+    from megatron.bridge.training import pretrain
 
-    def setup(*given, **more):
-        (hook,) = hooks_of(train.get_forward_backward_func)
-        assert hooks_of(evaluation.get_forward_backward_func) == [hook]
-        reached(aggregation=str(hook.aggregation))
-
-    pretrain.setup = setup
+    pretrain.setup = lambda *given, **more: _bridge_reached()
 
 
 def llama_factory():
-    """LLaMA-Factory, where Megatron-Bridge is to set up its model; its data are not read before."""
+    """LLaMA-Factory, where it is to configure Bridge or to load mcore_adapter's model; no data."""
     if is_torchs_launcher():
+        return
+    if "USE_MCA" in os.environ:
+        from megatron_lossagg import cpu
+
+        cpu.install()
+        stand_ins.install(stand_ins.LLAMA_FACTORY)
+        once_imported("llamafactory.train.mca.workflow", _mca_stops)
         return
     bridge()
     stand_ins.install(stand_ins.LLAMA_FACTORY)
 
-    def without_data(workflow):
+    def stops(workflow):
         workflow._load_aligned_datasets = lambda *given: ([0], {})
         workflow._run_on_main_process = lambda *given: None
-        workflow.ensure_megatron_pretrained_checkpoint = lambda **given: "checkpoint"
+        workflow.ensure_megatron_pretrained_checkpoint = lambda **given: "."
+        workflow.build_sft_config = lambda **given: _bridge_reached()
 
-    once_imported("llamafactory.train.megatron_bridge.workflow", without_data)
+    once_imported("llamafactory.train.megatron_bridge.workflow", stops)
+
+
+def _mca_stops(workflow):
+    from mcore_adapter.trainer import trainer
+
+    def from_pretrained(*given, **more):
+        (hook,) = hooks_of(trainer.get_forward_backward_func)
+        reached(aggregation=str(hook.aggregation))
+
+    workflow.AutoModel.from_pretrained = from_pretrained
+    workflow.get_dataset = lambda *given, **more: {}
+
+
+def primus():
+    """Primus, where Megatron-LM is to set up its model; its arguments are parsed by then."""
+    if is_torchs_launcher():
+        return
+    from megatron_lossagg.cpu.training import install_training
+
+    stand_ins.install(stand_ins.MEGATRON_LM)
+    install_training()
+    from megatron.training import training
+
+    def setup(*given, **more):
+        (hook,) = hooks_of(training.get_forward_backward_func)
+        reached(aggregation=str(hook.aggregation))
+
+    training.initialize_megatron = setup

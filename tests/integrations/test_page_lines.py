@@ -34,7 +34,30 @@ def test_an_ms_swift_before_4_6_0_is_refused_by_the_plugin(tmp_path, command):
     assert "got an ms-swift whose MegatronTrainer has no _log_callback" in done.stderr
 
 
+MODE = {"aggregation": "sample_mean: w_s = 1/(B n_b)"}
+
+
 @needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron", installed=True)
 def test_bridges_finetune_has_the_mode_by_the_pages_call(tmp_path):
     found, done = page_lines.bridge(tmp_path)
-    assert found == {"aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr
+    assert found == MODE, done.stderr
+
+
+@needs("LLaMA-Factory/src", installed=True)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("bridge", marks=needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron")),
+        pytest.param("mcore_adapter", marks=needs("ROLL/mcore_adapter/src")),
+    ],
+)
+def test_llama_factory_reads_its_file_and_its_backend_has_the_mode(tmp_path, backend):
+    found, done = page_lines.llama_factory(tmp_path, backend)
+    assert found == MODE, done.stderr
+
+
+@needs("Primus", installed=True)
+@needs("Megatron-LM")
+def test_primus_trainer_reaches_megatron_lm_with_the_mode(tmp_path):
+    found, done = page_lines.primus(tmp_path)
+    assert found == MODE, done.stdout
