@@ -132,19 +132,20 @@ def verl(folder):
 
 SWIFT = {
     "sft": ("ms_swift", []),
-    "rlhf": (
-        "ms_swift_grpo",
-        ["--rlhf_type", "grpo", "--use_vllm", "true", "--vllm_mode", "colocate"],
-    ),
+    "grpo": ("ms_swift_grpo", ["--use_vllm", "true", "--vllm_mode", "colocate"]),
+    "gkd": ("ms_swift_gkd", ["--teacher_model", "model", "--teacher_model_type", "qwen2"]),
 }
+"""Our module of what ms-swift trains, and what that needs."""
 
 
-def ms_swift(folder, command, *, paths=()):
+def ms_swift(folder, trained, *, paths=()):
     """Start ms-swift; return what was reached, or None, and the ended process."""
-    module, more = SWIFT[command]
+    module, more = SWIFT[trained]
     (plugin,) = re.findall(r"^# (\w+\.py)$", text := blocks("ms-swift", "python")[0], re.MULTILINE)
+    assert re.search(rf"\b{module}\b", text)
     (folder / plugin).write_text(re.sub(r"\bms_swift\b", module, text))
-    (line,) = [one for one in blocks("ms-swift", "sh")[0].splitlines() if f" {command} " in one]
+    sft, rlhf = blocks("ms-swift", "sh")[0].splitlines()
+    line = sft if trained == "sft" else rlhf.replace(" grpo ", f" {trained} ")
     given = ["--model", tiny_model(folder), "--model_type", "qwen2", "--template", "default"]
     given += ["--dataset", "conversations.jsonl", "--ddp_backend", "gloo", *more]
     typed = words(line, *map(str, given))
@@ -242,3 +243,42 @@ def primus(folder):
     command = ["torchrun", "train.py", "train", "pretrain", "--config", "your.yaml"]
     paths = [checkout_of("Primus"), megatron]
     return started(command, folder, "primus", paths=paths, BACKEND_PATH=str(megatron))
+
+
+def areal(folder):
+    """Start AReaL with its own file of arguments; return what was reached, and the process."""
+    before = """
+import sys
+
+from areal import PPOTrainer
+from areal.api.cli_args import GRPOConfig, SchedulingSpec, load_expr_config
+
+config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+# omegaconf 2.4.0.dev2, which AReaL pins, makes them of a file's dicts.
+config.actor.scheduling_spec = [SchedulingSpec(**one) for one in config.actor.scheduling_spec]
+train_dataset = valid_dataset = [{"messages": []}] * 8
+"""
+    (folder / "train.py").write_text(before + blocks("areal", "python")[0])
+    checkout, model = checkout_of("AReaL"), tiny_model(folder)
+    file = checkout / "examples" / "math" / "gsm8k_grpo_megatron.yaml"
+    command = ["python", "train.py", "--config", str(file), "scheduler.type=local"]
+    command += [f"actor.path={model}", f"cluster.fileroot={folder}"]
+    command += [f"cluster.name_resolve.nfs_record_root={folder}"]
+    return started(command, folder, "areal", paths=[checkout])
+
+
+def nemo_rl(folder):
+    """Start NeMo-RL's GRPO script with the page's lines where the page says they go.
+
+    Returns what was reached, or None, and the ended process.
+    """
+    checkout, model = checkout_of("NeMo-RL"), tiny_model(folder)
+    script = (checkout / "examples" / "run_grpo.py").read_text()
+    after_setup = '    rl_init_timer.record("total"'
+    assert script.count(after_setup) == 1
+    lines = "".join(f"    {line}\n" for line in blocks("nemo-rl", "python")[0].splitlines())
+    (folder / "train.py").write_text(script.replace(after_setup, lines + after_setup))
+    file = checkout / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+    command = ["python", "train.py", "--config", str(file), f"policy.model_name={model}"]
+    command += [f"logger.log_dir={folder}", "checkpointing.enabled=false"]
+    return started(command, folder, "nemo_rl", paths=[checkout])

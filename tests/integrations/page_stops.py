@@ -4,6 +4,8 @@ In each of its processes (``page_lines.py``). What the frameworks import and do 
 has stand-ins; what has to be right is written to the file ``REACHED``.
 """
 
+import contextlib
+import importlib
 import importlib.machinery
 import json
 import os
@@ -274,3 +276,68 @@ def primus():
         reached(aggregation=str(hook.aggregation))
 
     training.initialize_megatron = setup
+
+
+def areal():
+    """AReaL, where its controller is to start the actor's workers, and what it tells them."""
+    import tiny_gpt  # noqa: F401  it lets Megatron-Core run on a CPU
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
+    importlib.import_module("torch._inductor.compile_fx")  # must see that there is no triton
+    stand_ins.install(stand_ins.RAY, stand_ins.DATA, stand_ins.AREAL)
+
+    def stops(module):
+        def initialize(controller, *given, role, **more):
+            from megatron_lossagg.integrations.areal import _of_environment
+
+            engine = controller.train_engine
+            (spec,) = controller.config.scheduling_spec
+            os.environ.update(spec.env_vars)  # as its scheduler does in a worker
+            reached(
+                aggregation=str(_of_environment()),
+                engine=f"{engine.__module__}.{engine.__name__}",
+                role=role,
+            )
+
+        module.TrainController.initialize = initialize
+
+    def parsed(module):
+        def from_str(backend, name=None):  # the parser's own is lark's
+            size = SimpleNamespace(data_parallel_size=1, dp_size=1, world_size=1)
+            return SimpleNamespace(backend=backend.partition(":")[0], parallel=size)
+
+        module.ModelAllocation.from_str = from_str
+
+    once_imported("areal.infra.controller.train_controller", stops)
+    once_imported("areal.api.alloc_mode", parsed)
+
+
+def nemo_rl():
+    """NeMo-RL, where its trainer has its loss function; models, data and Ray come before."""
+    import typing
+
+    import tiny_gpt  # noqa: F401  it lets Megatron-Core run on a CPU
+    import typing_extensions
+
+    stand_ins.install(stand_ins.RAY, stand_ins.DATA, stand_ins.SERVERS, stand_ins.NEMO)
+    stand_ins.install(stand_ins.NEMO_WORKER)
+    typing.TypedDict = typing_extensions.TypedDict  # pydantic models, before Python 3.12
+    stand_ins.older_transformers()
+
+    def stops(module):
+        def setup(config, *given, **more):
+            loss_fn = module.ClippedPGLossFn(config.loss_fn)
+            checkpointer = contextlib.nullcontext()
+            return (*[None] * 6, loss_fn, None, checkpointer, None, config, None, None)
+
+        def grpo_train(*given):
+            loss_fn = given[5]
+            reached(aggregation=str(loss_fn.aggregation), of=type(loss_fn.loss_fn).__name__)
+
+        module.setup, module.grpo_train = setup, grpo_train
+
+    def without(module):
+        module.setup_response_data = lambda *given: (None, None, {}, {})
+
+    once_imported("nemo_rl.algorithms.grpo", stops)
+    once_imported("nemo_rl.data.utils", without)
