@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--expect", choices=COMPARED, metavar="MODE", help="exit with 1 unless this is trained"
     )
+    options.add_argument(
+        "--trust", action="store_true", help="with --expect: also where f could not be measured"
+    )
     run_command.add_arguments(parser)
 
 
@@ -81,11 +84,20 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             "the script ended without a training step of megatron.training: nothing was weighed"
         )
-    if args.expect is not None and not steps[-1].fits_mode(args.expect):
+    if args.expect is not None and (unmet := _unmet(steps[-1], args)):
         if os.environ.get("RANK", "0") == "0":
-            say(f"expected {args.expect}, and the run trains {steps[-1].trains or 'no mode'}")
+            say(f"expected {args.expect}, and {unmet}")
         return 1
     return int(bool(unwritten))
+
+
+def _unmet(step: Weighed, args: argparse.Namespace) -> str:
+    """Say why a step does not train what is expected, or nothing."""
+    if not step.fits_mode(args.expect):
+        return f"the run trains {step.trains or 'no mode'}"
+    if not step.is_measured and not args.trust:
+        return "what gradients are multiplied by was not measured: pass --trust to take it as read"
+    return ""
 
 
 def _printed(args: argparse.Namespace, unwritten: list[str]) -> Any:

@@ -17,12 +17,18 @@ class FinalizeHook:
     """Stands in for a config's finalize function while one step runs, and calls it.
 
     ``on_finalize``: gets num_tokens, which is of this rank still, before the config's own function
-    does. No collective, no host sync.
+    does. ``after``: called when that is done. No collective, no host sync.
     """
 
-    def __init__(self, config: Any, on_finalize: Callable[[Tensor | None], None]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        on_finalize: Callable[[Tensor | None], None],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._on_finalize = on_finalize
+        self._after = after
         self._stock = config.finalize_model_grads_func
         self.is_ended = False
         config.finalize_model_grads_func = self.finalize
@@ -33,7 +39,10 @@ class FinalizeHook:
         """Tell ``on_finalize``, and finalize as before."""
         if not self.is_ended:
             self._on_finalize(num_tokens)
-        return self._stock(model, num_tokens, *args, **kwargs)
+        found = self._stock(model, num_tokens, *args, **kwargs)
+        if not self.is_ended:
+            self._after()
+        return found
 
     def end(self) -> None:
         """Put the config's own function back, unless a later step's hook stands before it."""

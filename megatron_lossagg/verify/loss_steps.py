@@ -264,4 +264,4 @@ def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighe
 
 
 def _trains(step: Weighed) -> str:
-    return trained(step.factors) if step.is_finalized else ""
+    return "" if step.unknown else trained(step.factors)

@@ -1,6 +1,6 @@
 """From the weights of all ranks' tokens to sequences, modes, a verdict and its cause.
 
-NumPy only; knows neither tensors nor groups.
+NumPy only; knows no groups.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 
 from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.weigh.measured import Added, measure
 from megatron_lossagg.weigh.ratios import constant, counted_empty, equal_products, is_near, spread
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
+_NOT_FINALIZED = (
+    "it was not finalized: config.finalize_model_grads_func was not called while it ran, or "
+    "a deferred step holds it"
+)
 _OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
 TOLERANCE = 1e-4
@@ -45,14 +50,14 @@ class WeighedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Part(WeighedSequence):
-    """What one rank holds of one sequence of a microbatch; of none of its tokens, weights of 0."""
+    """What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token."""
 
     cp_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankWeights:
-    """The weights of one rank; ``sizes``: M, DP, CP, TP and PP."""
+    """What one rank has heard; ``sizes``: M, DP, CP, TP and PP."""
 
     sizes: Mapping[str, int]
     parts: Sequence[Part]
@@ -65,6 +70,10 @@ class RankWeights:
     """Whether this rank's tokens count: last pipeline stage, first tensor-parallel rank."""
     tolerance: float
     """Relative: how far apart weights may be that are one."""
+    factor: float = 1.0
+    """What f should be but for the division by num_tokens."""
+    added: Sequence[Added] = ()
+    """The gradients of some parameters, at which f is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +96,12 @@ class Weighed:
     """The mode that is trained, if a_t / w_s is 1; the first of ``fits``."""
     fits: Sequence[str]
     """All modes of which a_t / w_s is 1: in a step of equally long sequences, several."""
-    is_finalized: bool
-    """Whether Megatron finalized the step; if not, ``fits`` is empty."""
+    unknown: str
+    """Why the gradients are not those of these weights, in short, a colon, and in full; then
+    ``fits`` is empty.
+    """
+    is_measured: bool
+    """Whether f was measured; if not, it is what Megatron's or torch's own code does."""
     nearest: str
     """The mode whose ratios are closest to one another, without empty sequences."""
     factors: Mapping[str, float]
@@ -120,8 +133,8 @@ class Weighed:
         """Say in a line what is trained."""
         if all(one.weight_min == one.weight_max == 0 for one in self.sequences):
             return "trains nothing: no token has a weight"
-        if not self.is_finalized:
-            return "not known, for the step was not finalized"
+        if self.unknown:
+            return f"not known, for {self.unknown.split(':')[0]}"
         if self.trains is not None:
             others = f", and so {' and '.join(self.fits[1:])}: this step cannot tell them apart"
             factor = f", {self.factor:.6g} times {self.nearest} without" if self.factor else ""
@@ -143,11 +156,10 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
     num_empty = sum(not any(one.tokens for one in its) for its in _parts(ranks).values())
     ranks = [replace(rank, parts=[part for part in rank.parts if part.tokens]) for rank in ranks]
     counted = [rank for rank in ranks if rank.counts]
-    divides, num_tokens, factor = _division(ranks)
-    sequences = whole(ranks)
+    f = _F.of(ranks)
+    sequences = whole(ranks, f.value)
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
     tolerance = max(rank.tolerance for rank in counted)
-    is_finalized = any(rank.is_finalized for rank in ranks)
     weights = _weights(sequences, sizes)
     lowest_S = np.array([sequence.weight_min for sequence in sequences])
     highest_S = np.array([sequence.weight_max for sequence in sequences])
@@ -171,7 +183,9 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
             of_k, more = f"{name} with {k} empty", 1 + k / len(sequences)
             modes[of_k] = modes[name][0] * more, modes[name][1] * more
             found[of_k], empty[of_k] = at * more, k
-    fits = [name for name, at in found.items() if at and is_finalized and is_near(at, 1, tolerance)]
+    fits = [
+        name for name, at in found.items() if at and not f.unknown and is_near(at, 1, tolerance)
+    ]
     trains = fits[0] if fits else None
     nearest = trains.split(" with ")[0] if trains else nearest
     relative = [
@@ -188,24 +202,59 @@ def compare(ranks: Sequence[RankWeights]) -> Weighed:
         modes=modes,
         trains=trains,
         fits=fits,
-        is_finalized=is_finalized,
+        unknown=f.unknown,
+        is_measured=f.is_measured,
         nearest=nearest,
         factors={name: at for name, at in found.items() if at is not None},
         relative=relative,
         inside=inside,
     )
-    causes = _causes(
-        step, counted, factor, tolerance=tolerance, divides=divides, num_tokens=num_tokens
-    )
-    causes += hints if is_finalized else []
+    causes = f.difference(tolerance) if sequences else []
+    causes += _causes(step, counted, f, tolerance=tolerance) + ([] if f.unknown else hints)
     return Weighed(**{**vars(step), "causes": tuple(causes)})
 
 
-def _division(ranks: Sequence[RankWeights]) -> tuple[bool, float, float]:
-    """Return whether finalize divides, the sum of num_tokens, and what it multiplies by."""
-    divides = any(rank.is_divided for rank in ranks)
-    num_tokens = sum(rank.num_tokens or 0 for rank in ranks if rank.counts)
-    return divides, num_tokens, 1 / num_tokens if divides and num_tokens > 0 else 1.0
+@dataclass(frozen=True, kw_only=True)
+class _F:
+    """f of a step."""
+
+    value: float
+    read: float
+    is_measured: bool
+    num_tokens: float
+    """What finalize divides by, of all ranks; 0 if it should not divide, or by nothing."""
+    unknown: str = ""
+    """Why it is not one number."""
+
+    @staticmethod
+    def of(ranks: Sequence[RankWeights]) -> _F:
+        """Measure f, and compare it with what it should be."""
+        counted = [rank for rank in ranks if rank.counts]
+        is_divided = any(rank.is_divided for rank in ranks)
+        num_tokens = max(sum(rank.num_tokens or 0.0 for rank in counted), 0.0) * is_divided
+        read = counted[0].factor / (num_tokens or 1.0)
+        others = [rank for rank in ranks if not rank.counts]
+        found = measure(one for rank in (*counted, *others) for one in rank.added)
+        f = _F(value=read, read=read, is_measured=found is not None, num_tokens=num_tokens)
+        if not any(rank.is_finalized for rank in ranks):
+            return replace(f, unknown=_NOT_FINALIZED)
+        if found is None or found.agrees(read):
+            return f
+        return replace(f, unknown=found.fault) if found.fault else replace(f, value=found.value)
+
+    def difference(self, tolerance: float) -> list[str]:
+        """Say why f is not what it should be, if it is not."""
+        if self.value == self.read:
+            return []
+        times, n = self.value / self.read, self.num_tokens
+        if n and is_near(times, n, tolerance):
+            return [f"finalize was called with num_tokens {n:g} and did not divide"]
+        names = equal_products(times, {}, {"num_tokens": n} if n else {}, tolerance=tolerance)
+        equal = f" = {names[0]}" if names else ""
+        return [
+            f"gradients were multiplied by {self.value:.6g} after the losses, as measured, "
+            f"{times:.6g}{equal} times what Megatron's or torch's own code does"
+        ]
 
 
 def _parts(ranks: Sequence[RankWeights]) -> dict[tuple[int, int, int], list[Part]]:
@@ -218,12 +267,13 @@ def _parts(ranks: Sequence[RankWeights]) -> dict[tuple[int, int, int], list[Part
     return parts
 
 
-def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
+def whole(ranks: Sequence[RankWeights], f: float | None = None) -> list[WeighedSequence]:
     """Put the parts of sequences together over context-parallel ranks; ``ranks``: of the world.
 
-    Sequences without a trained token are left out.
+    ``f``: what their weights are multiplied by, else it is measured. Sequences without a trained
+    token are left out.
     """
-    _, _, factor = _division(ranks)
+    f = _F.of(ranks).value if f is None else f
     trained = {key: [part for part in its if part.tokens] for key, its in _parts(ranks).items()}
     return [
         WeighedSequence(
@@ -232,10 +282,10 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
             sequence=sequence,
             name=its[0].name,
             tokens=sum(part.tokens for part in its),
-            weight_sum=factor * sum(part.weight_sum for part in its),
+            weight_sum=f * sum(part.weight_sum for part in its),
             # A NaN of one part stays one, wherever it stands.
-            weight_min=factor * float(np.min([part.weight_min for part in its])),
-            weight_max=factor * float(np.max([part.weight_max for part in its])),
+            weight_min=f * float(np.min([part.weight_min for part in its])),
+            weight_max=f * float(np.max([part.weight_max for part in its])),
         )
         for (dp_rank, microbatch, sequence), its in sorted(trained.items())
         if its
@@ -271,23 +321,19 @@ def _weights(
 def _causes(
     step: Weighed,
     ranks: Sequence[RankWeights],
-    factor: float,
+    f: _F,
     *,
     tolerance: float,
-    divides: bool,
-    num_tokens: float,
 ) -> list[str]:
-    if not step.is_finalized:
-        return [
-            "not finalized: config.finalize_model_grads_func was not called while it ran, or a "
-            "deferred step holds it"
-        ]
+    if step.unknown:
+        return [step.unknown]
     if not step.sequences:
         return []
     if not math.isfinite(step.weight_sum):
         wrong = [s for s in step.sequences if not math.isfinite(s.weight_sum)]
         return [f"weights of {len(wrong)} sequences are not finite: 0 / 0 in the script's loss?"]
-    if divides and num_tokens <= 0 and step.trains in (None, "token_sum"):
+    is_divided = any(rank.is_divided for rank in ranks)
+    if is_divided and not f.num_tokens and step.trains in (None, "token_sum"):
         return ["num_tokens is 0: finalize divides by nothing"]
     if step.trains not in (None, "microbatch_token_mean"):
         return []
@@ -306,7 +352,7 @@ def _causes(
         for of in ("token", "sample"):
             counts = _counts_of_means(ranks, place_of, of)
             is_mean = all(
-                is_near(factor * weight * counts[place, sequence] * num_means, 1, tolerance)
+                is_near(f.value * weight * counts[place, sequence] * num_means, 1, tolerance)
                 for place, sequence, part in _placed(ranks, place_of)
                 for weight in (part.weight_min, part.weight_max)
             )

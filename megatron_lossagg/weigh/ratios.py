@@ -9,14 +9,14 @@ from math import prod
 
 
 def equal_products(
-    factor: float, sizes: Mapping[str, int], others: Mapping[str, int], *, tolerance: float
+    factor: float, sizes: Mapping[str, int], others: Mapping[str, float], *, tolerance: float
 ) -> list[str]:
     """Name the products of ``sizes``, and ``others`` by themselves, that equal a factor.
 
     Also their inverse, as ``1/(M DP)``; the shortest first.
     """
     names = [name for name, size in sizes.items() if size > 1]
-    products = {**others} | {
+    products: dict[str, float] = {**others} | {
         " ".join(chosen): prod(sizes[name] for name in chosen)
         for number in range(1, len(names) + 1)
         for chosen in combinations(names, number)

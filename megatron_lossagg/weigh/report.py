@@ -10,6 +10,10 @@ from typing import Any
 from megatron_lossagg.weigh.compare import Weighed, WeighedSequence
 
 _MOST = 3
+_READ = (
+    "what gradients are multiplied by after the losses could not be measured, for no small "
+    "parameter had a gradient of its own, and is what Megatron's or torch's own code does"
+)
 
 
 def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> str:
@@ -26,6 +30,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         f"sum of all weights: {step.weight_sum:.8g}",
         _wrapped("verdict: ", step.verdict),
         *[_wrapped("cause: ", cause) for cause in step.causes],
+        *([] if step.is_measured or not step.weight_sum else [_wrapped("read: ", _READ)]),
         "",
         "weight of a token, relative to  smallest   largest",
     ]
@@ -61,6 +66,8 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "tokens": step.tokens,
         "num_empty": step.num_empty,
         "weight_sum": step.weight_sum,
+        "unknown": step.unknown,
+        "is_measured": step.is_measured,
         "trains": step.trains,
         "fits": [*step.fits],
         "nearest": step.nearest,

@@ -1,9 +1,10 @@
 """Weigh one step: what arrives at the per-token losses, times what follows.
 
 For a token t with loss x_t, ``a_t = g_t f``: ``g_t`` arrives at ``x_t`` in the backward pass and
-holds what the script and the schedule do (mask, sum, means, ``/ num_tokens``, ``/ M``, loss scale);
-``f`` is what happens to every gradient afterwards (``factors.py``). The gradient of the step is
-``sum_t a_t d x_t / d theta`` over the tokens of all data- and context-parallel ranks.
+holds what the script and the schedule do (mask, sum, means, ``/ num_tokens``, ``/ M``), once the
+loss scale is taken out; ``f`` is what happens to every gradient afterwards (``measured.py``). The
+gradient of the step is ``sum_t a_t d x_t / d theta`` over the tokens of all data- and
+context-parallel ranks.
 
 Source of what is in g_t: ``schedules.forward_step_calc_loss``.
 """
@@ -26,6 +27,7 @@ from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import Place, run_of
 from megatron_lossagg.weigh.listen import is_in_backward, listen
+from megatron_lossagg.weigh.parameters import Listening
 
 LOSS = "loss"
 """The name of a loss of one term."""
@@ -45,6 +47,8 @@ class _Call:
     cp_group: ProcessGroup | None = None
     first: int = 0
     """Of its microbatch, the number of its first sequence."""
+    scale: Tensor | None = None
+    """What the schedule multiplied the loss by."""
     has_graph: bool = True
     arrived: list[Tensor] = field(default_factory=list)
     again: _Call | None = None
@@ -96,6 +100,7 @@ class Weighing:
         self, model: Any, *, num_microbatches: int | None = None, loss_scale: float = 1.0
     ) -> None:
         self.run = run_of(model)
+        self._parameters = Listening(self.run.candidates())
         self._loss_scale = loss_scale
         self._num_microbatches = num_microbatches
         self._terms: dict[str, list[list[_Call]]] = {}
@@ -112,11 +117,13 @@ class Weighing:
         if self._has_begun:
             raise ContractError("got a second step, expected one: make a Weighing for each step")
         self._has_begun = True
-        self.run.begin(self._finalizes)
+        self.run.begin(self._finalizes, self._parameters.finalized)
+        self._parameters.begin()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.run.end()
+        self._parameters.end()
 
     def losses(
         self,
@@ -169,7 +176,7 @@ class Weighing:
                 f"got microbatch={microbatch} in a step of {m}, expected 0 to {m - 1}"
             )
         call.shape, call.eps = tuple(losses.shape), torch.finfo(losses.dtype).eps
-        call.has_graph = losses.requires_grad
+        call.has_graph, call.scale = losses.requires_grad, self.run.scale()
         microbatches = self._terms.setdefault(term, [])
         if is_in_backward():
             self._recomputed.append((term, microbatch, call))
@@ -179,6 +186,7 @@ class Weighing:
             return losses
         listened = losses.clone()  # whose node is of the losses only
         listen(listened, call.arrived)
+        listened.grad_fn.register_prehook(self._parameters.read_later)  # type: ignore[union-attr]
         return listened
 
     def _append(self, microbatches: list[list[_Call]], call: _Call, microbatch: int | None) -> None:
@@ -281,6 +289,8 @@ class Weighing:
             num_tokens=num_tokens if place.counts else 0,
             is_divided=num_tokens is not None,
             is_finalized=bool(self._num_finalized),
+            factor=self.run.factor(),
+            added=self._parameters.results(),
             counts=place.counts,
             tolerance=max([TOLERANCE, *(call.eps for call in every if call.arrived)]),
         )
@@ -294,7 +304,7 @@ class Weighing:
                 f"got {len(microbatches)} calls of losses for the term {term!r} in a step of "
                 f"{m} microbatches, expected as many: call it for each, with tokens or without"
             )
-        factor, parts = self.run.factor() / self._loss_scale, []
+        parts = []
         # One name may be called more than once in each microbatch: the weights add up.
         times = max(len(microbatches) // m, 1) if m else 1
         for index in range(len(microbatches) // times):
@@ -306,7 +316,7 @@ class Weighing:
                         "expected one shape: call losses with a name for each term"
                     )
                 arrived = [gradient for call in trained for gradient in call.arrived]
-                parts += self._parts(index, replace(trained[-1], arrived=arrived), factor)
+                parts += self._parts(index, replace(trained[-1], arrived=arrived))
         return parts
 
     def _finalizes(self, num_tokens: Tensor | None) -> None:
@@ -314,7 +324,7 @@ class Weighing:
         if num_tokens is not None:
             self._num_tokens = num_tokens.detach().clone()  # summed over ranks in place
 
-    def _parts(self, index: int, heard: _Call, factor: float) -> list[Part]:
+    def _parts(self, index: int, heard: _Call) -> list[Part]:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
         num_tokens, run = int(np.prod(heard.shape)), self.run.of_microbatch(heard.cp_group)
         if heard.lengths is not None:
@@ -331,9 +341,10 @@ class Weighing:
                 f"got losses of {num_tokens} tokens, expected {held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
+        scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
         weight_T = np.zeros(num_tokens)
         for arrived in heard.arrived:
-            weight_T += arrived.reshape(-1).double().cpu().numpy() * factor
+            weight_T += arrived.reshape(-1).double().cpu().numpy() / scale
         trained_T = weight_T != 0
         if heard.mask is not None:
             trained_T |= (heard.mask.detach().reshape(-1) != 0).cpu().numpy()

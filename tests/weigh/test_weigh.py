@@ -313,7 +313,7 @@ def test_an_infinite_weight_is_no_factor():
 def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():
     step = compare(ranks(lambda n_mb, n: 1 / 12, is_finalized=False))
     assert (step.trains, [*step.fits]) == (None, [])
-    assert step.verdict == "not known, for the step was not finalized"
+    assert step.verdict == "not known, for it was not finalized"
 
 
 def test_num_tokens_need_not_be_integers():

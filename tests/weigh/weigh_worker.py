@@ -206,7 +206,7 @@ def check_a_constant_factor_is_named():
 
 def check_a_step_that_is_not_finalized_is_named():
     step, _ = trained(per_token=True, loss_func=mean_of_microbatches, finalizes=False)
-    assert step.causes[0].startswith("not finalized")
+    assert step.causes[0].startswith("it was not finalized")
     assert step.trains is None
 
 

@@ -1,0 +1,424 @@
+"""The table of programs whose true weights are known, on one process and on two.
+
+A row runs a program and returns what was weighed, the gradient that was trained, and each token's
+weight by hand. The gradient is compared with the weights by hand, and what was weighed with both.
+``@row`` says what the report has to say.
+"""
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+import toy
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.weigh.weighing import Weighing
+
+ROWS, WORLD = {}, int(os.environ["WORLD_SIZE"])
+
+
+@dataclass
+class Row:
+    run: object
+    trains: str | None = None
+    factor: float | None = None
+    says: str = ""
+    """Words of the report, or of what it is refused for."""
+    is_refused: bool = False
+    is_known: bool = True
+    is_measured: bool = True
+    on: int | None = None
+    """Only on this number of processes."""
+    sizes: dict = field(default_factory=dict)
+    """Of Megatron's groups; without, all is data parallel."""
+
+
+def row(name, **expected):
+    def put(run):
+        assert name not in ROWS, name
+        ROWS[name] = Row(run, **expected)
+        return run
+
+    return put
+
+
+# f: what follows the losses.
+
+
+def drops(model, num_tokens=None, *more, **options):
+    return finalize_model_grads(model, None, *more, **options)
+
+
+def doubles(model, num_tokens=None, *more, **options):
+    return finalize_model_grads(model, num_tokens * 2, *more, **options)
+
+
+def scales(model, num_tokens=None, *more, **options):
+    finalize_model_grads(model, num_tokens, *more, **options)
+    for chunk in model:
+        chunk.scale_gradients(0.3)
+
+
+def divides_by_n(model, num_tokens=None, *more, **options):
+    finalize_model_grads(model, num_tokens, *more, **options)
+    for chunk in model:
+        chunk.scale_gradients(1 / toy.total(toy.sequences()))
+
+
+FINALIZE = {
+    (True, "plain"): (finalize_model_grads, lambda n: 1 / n, "trains token_mean"),
+    (True, "drops num_tokens"): (drops, lambda n: 1.0, "and did not divide"),
+    (True, "passes 2 N"): (doubles, lambda n: 0.5 / n, "trains 0.5 times token_mean"),
+    (True, "scales afterwards"): (scales, lambda n: 0.3 / n, "0.3 times what Megatron's"),
+    (True, "divides once more"): (divides_by_n, lambda n: 1 / n**2, "= 1/num_tokens times what"),
+    (False, "plain"): (finalize_model_grads, lambda n: None, "trains microbatch_token_mean"),
+    (False, "scales afterwards"): (scales, lambda n: 0.3, "0.3 times what Megatron's"),
+    (False, "divides by N itself"): (divides_by_n, lambda n: 1 / n, "times what Megatron's"),
+}
+DDP = {
+    "": {},
+    ", distributed optimizer": {"use_distributed_optimizer": True},
+    ", overlap": {"overlap_grad_reduce": True},
+    ", distributed optimizer, overlap": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+    },
+    ", average_in_collective": {"average_in_collective": True},
+}
+
+
+def finalized(*, per_token, finalize, f, ddp):
+    found = toy.sequences()
+    n, dp = toy.total(found), toy.world()
+    chunk = toy.chunk_of(n, per_token=per_token, finalize=finalize, ddp=ddp)
+    weighing, gradient = toy.weighed_step(chunk, found)
+    times = 1.0 if f(n) is None else f(n)
+    return (
+        weighing,
+        gradient,
+        toy.by_hand(found, lambda s: times if per_token else times / (toy.M * dp * s.n_mb)),
+    )
+
+
+for (per_token, name), (function, f, says) in FINALIZE.items():
+    for how, ddp in DDP.items():
+        if per_token and "average" in how:
+            continue  # which Megatron refuses
+        scaling = "per-token" if per_token else "average"
+        put = row(
+            f"finalize, {scaling}, {name}{how}",
+            trains={"plain": says.split()[-1], "drops num_tokens": "token_sum"}.get(name),
+            says=says,
+        )
+        put(partial(finalized, per_token=per_token, finalize=function, f=f, ddp=ddp))
+
+
+@row("the second of two schedule calls", says="was not zero before", is_known=False)
+def second_call():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found))
+    toy.weighed_step(chunk, found)
+    weighing, gradient = toy.weighed_step(chunk, found)
+    first = toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb))
+    return weighing, gradient, 2 * first
+
+
+@row("zeroed inside of the block", trains="microbatch_token_mean")
+def zeroed_inside():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found))
+    toy.weighed_step(chunk, found)
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+    with weighing:
+        chunk.zero_grad_buffer()
+        toy.schedule(chunk, found, toy.stock, weighing)
+    return (
+        weighing,
+        toy.gradient_of(chunk),
+        toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb)),
+    )
+
+
+@row("the optimizer's step and an overflow inside of the block", trains="token_mean")
+def overflow_inside(asks_inside=False):
+    found, scale = toy.sequences(), {"now": 1024.0}
+    chunk = toy.chunk_of(
+        toy.total(found), per_token=True, grad_scale_func=lambda loss: loss * scale["now"]
+    )
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+    with weighing:
+        toy.schedule(chunk, found, toy.stock, weighing)
+        gradient = toy.gradient_of(chunk) / scale["now"]
+        steps = weighing.terms() if asks_inside else None
+        scale["now"] /= 2
+        chunk.module.weight.data.sub_(chunk.module.weight.main_grad)
+        chunk.zero_grad_buffer()
+    weights = toy.by_hand(found, lambda s: 1 / toy.total(found))
+    return steps or weighing, gradient, weights
+
+
+row("weighed inside of the block", trains="token_mean")(partial(overflow_inside, asks_inside=True))
+
+
+@row("fp16's loss scale", trains="sample_mean")
+def loss_scale():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found), grad_scale_func=lambda loss: loss * 2.0**16)
+    b, dp = len(found), toy.world()
+
+    def sample_mean(mine, losses):
+        means = [part.mean() for part in losses.split(toy.lengths_of(mine))]
+        return sum(means) * toy.M * dp / b, {}
+
+    weighing, gradient = toy.weighed_step(chunk, found, sample_mean)
+    return weighing, gradient / 2.0**16, toy.by_hand(found, lambda s: 1 / (b * s.n))
+
+
+# torch's DDP
+
+
+def token_mean_of(found, times=1.0):
+    """Return the loss of a microbatch of a right token mean, under a mean over ranks."""
+    return lambda mine, losses: losses.sum() * times * toy.world() / toy.total(found)
+
+
+def torch_row(name, *, f, **how):
+    @row(f"torch's DDP, {name}", trains="token_mean" if f == 1 or WORLD == 1 else None)
+    def run():
+        found = toy.sequences()
+        made = toy.torch_step(found, token_mean_of(found), **how)
+        times = toy.world() if f == "DP" else f
+        return *made, toy.by_hand(found, lambda s: times / toy.total(found))
+
+
+torch_row("no_sync in all but the last microbatch", f=1)
+torch_row("reduced in each microbatch", f=1, syncs=lambda m: True)
+torch_row("a static graph", f=1, wrap={"static_graph": True}, syncs=lambda m: True)
+torch_row("unused parameters looked for", f=1, wrap={"find_unused_parameters": True})
+torch_row("gradients as views of buckets", f=1, wrap={"gradient_as_bucket_view": True})
+
+
+def unreduced(name, **how):
+    @row(f"torch's DDP, {name}", on=2, says="nothing was reduced", is_known=False)
+    def run():
+        found = toy.sequences()
+        weighing, gradient = toy.torch_step(found, token_mean_of(found), **how)
+        rank = dist.get_rank()
+        weights = toy.by_hand(
+            found, lambda s: toy.world() / toy.total(found) if s.rank == rank else 0.0
+        )
+        return weighing, gradient, weights
+
+
+unreduced("no_sync in every microbatch", syncs=lambda m: False)
+unreduced("a forward pass by .module", forward=lambda ddp: ddp.module)
+
+
+def sums(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return work.then(lambda done: done.value()[0])
+
+
+def registers_a_sum(ddp):
+    ddp.register_comm_hook(None, sums)
+
+
+def clips_and_steps(model):
+    optimizer = torch.optim.SGD(model.parameters())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def has_gradients(ddp):
+    ddp.module.weight.grad = torch.ones_like(ddp.module.weight)
+
+
+torch_row("a comm hook that sums", f="DP", prepare=registers_a_sum)
+torch_row("clipped, stepped and zeroed inside of the block", f=1, end=clips_and_steps)
+
+
+@row("torch's DDP, gradients that were not zero", says="was not zero before", is_known=False)
+def torch_not_zero():
+    found = toy.sequences()
+    made = toy.torch_step(found, token_mean_of(found), prepare=has_gradients)
+    return *made, toy.by_hand(found, lambda s: 1 + 1 / toy.total(found))
+
+
+# A GPT, whose norms and biases are measured.
+
+
+def gpt(
+    *,
+    per_token=True,
+    dtype=torch.float64,
+    ddp=None,
+    changed=lambda gpt: None,
+    **config,
+):
+    """Train a token mean, or a mean of token means of microbatches."""
+    torch.set_default_dtype(dtype)
+    try:
+        made = tiny_gpt.config_of(per_token=per_token, **config)
+        model = tiny_gpt.gpt(made, tiny_gpt.cpu.gpt_layer_spec(made))
+    finally:
+        torch.set_default_dtype(torch.float64)
+    changed(model)
+    chunk = DistributedDataParallel(made, DistributedDataParallelConfig(**(ddp or {})), model)
+    chunk.zero_grad_buffer()
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+
+    def forward_step(iterator, model):
+        tokens = next(iterator)
+        positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+        losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+        losses = weighing.losses(losses)
+        return losses, lambda x: (x.sum(), torch.tensor(x.numel(), dtype=torch.int), {})
+
+    random = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    batches = [torch.randint(2, 16, of, generator=random) for of in ((2, 4), (1, 12))]
+    with weighing:
+        toy.run_batches(chunk, forward_step, batches)
+    return weighing, None, None
+
+
+def gpt_row(name, *, on=None, trains="token_mean", sizes=None, is_measured=True, **how):
+    expected = {"on": on, "trains": trains, "sizes": sizes or {}, "is_measured": is_measured}
+    row(f"GPT, {name}", **expected)(partial(gpt, **how))
+
+
+MEANS = {"per_token": False, "trains": "microbatch_token_mean"}
+gpt_row("per-token")
+gpt_row("average", **MEANS)
+gpt_row("TP 2", on=2, sizes={"tensor_model_parallel_size": 2})
+SP = {"sizes": {"tensor_model_parallel_size": 2}, "sequence_parallel": True}
+gpt_row("TP 2, sequence parallel", on=2, **SP)
+gpt_row("TP 2, sequence parallel, average", on=2, **SP, **MEANS)
+BF16 = {"dtype": torch.bfloat16}
+gpt_row("bf16, buffers in float32", **BF16, ddp={"grad_reduce_in_fp32": True})
+gpt_row("bf16, buffers in bf16", **BF16, ddp={"grad_reduce_in_fp32": False})
+gpt_row("bf16, sequence parallel", on=2, **SP, **BF16, ddp={"grad_reduce_in_fp32": False})
+gpt_row("float32, average", dtype=torch.float32, **MEANS)
+for name, ddp in DDP.items():
+    if name:
+        gpt_row(f"average{name}", ddp=ddp, **MEANS)
+gpt_row("experts", num_moe_experts=2, moe_router_topk=2, add_bias_linear=False)
+gpt_row(
+    "experts over two ranks",
+    on=2,
+    sizes={"expert_model_parallel_size": 2},
+    num_moe_experts=2,
+    moe_router_topk=2,
+    add_bias_linear=False,
+)
+gpt_row(
+    "two instances of the distributed optimizer",
+    on=2,
+    sizes={"num_distributed_optimizer_instances": 2},
+    ddp={"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+)
+
+
+def only(*words):
+    """Freeze every parameter but those whose name has one of the words."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(word in name for word in words))
+
+    return freeze
+
+
+def adds_adapters(model):
+    """Train a LoRA only, whose A has no gradient in step 1, for B is 0."""
+    model.requires_grad_(False)
+    layer = model.decoder.layers[0].mlp.linear_fc1
+    layer.a = torch.nn.Parameter(torch.randn(4, 16))
+    layer.b = torch.nn.Parameter(torch.zeros(layer.weight.shape[0], 4))
+    layer.register_forward_hook(
+        lambda layer, given, out: (out[0] + given[0] @ layer.a.T @ layer.b.T, *out[1:])
+    )
+
+
+def ties(model):
+    model.output_layer.weight = model.embedding.word_embeddings.weight
+
+
+def compiles(model):
+    model.decoder.compile(backend="aot_eager")
+
+
+gpt_row("LoRA in step 1", changed=adds_adapters)
+gpt_row("only a matrix is trained", changed=only("linear_fc1.weight"))
+gpt_row("only query and key norms are trained", changed=only("q_layernorm"), qk_layernorm=True,
+        is_measured=False)  # fmt: skip
+gpt_row("tied embeddings", changed=ties)
+gpt_row("compiled", changed=compiles)
+gpt_row("query and key norms", qk_layernorm=True)
+gpt_row("full recomputation", recompute_granularity="full", recompute_method="uniform",
+        recompute_num_layers=1)  # fmt: skip
+
+
+def run(one):
+    """Run a row on all ranks, and compare."""
+    if one.is_refused:
+        weighing, *_ = one.run()
+        with pytest.raises(ContractError) as refused:
+            weighing.weighed()
+        assert one.says in str(refused.value), refused.value
+        return
+    found, gradient, weights = one.run()
+    if weights is not None:
+        np.testing.assert_allclose(gradient, weights, rtol=1e-9, atol=1e-15)
+    terms = found if isinstance(found, dict) else found.terms()
+    (step,) = terms.values()
+    said = " ".join(str(step).split())
+    assert (step.trains, bool(step.unknown)) == (one.trains, not one.is_known), said
+    assert one.says in said, said
+    assert step.is_measured == one.is_measured, said
+    assert ("could not be measured" in said) != one.is_measured
+    if one.factor is not None:
+        assert step.factor == pytest.approx(one.factor)
+    if one.is_known and weights is not None:
+        wanted = {
+            (s.rank, s.microbatch, s.number): weights[list(s.tokens)] for s in toy.sequences()
+        }
+        for s in step.sequences:
+            part = wanted.pop((s.dp_rank, s.microbatch, s.sequence))
+            values = [s.tokens, s.weight_sum, s.weight_min, s.weight_max]
+            expected = [len(part), part.sum(), part.min(), part.max()]
+            np.testing.assert_allclose(values, expected, rtol=1e-9)
+        assert not wanted
+
+
+if __name__ == "__main__":
+    tiny_gpt.start()
+    for name, one in ROWS.items():
+        if one.on not in (None, toy.world()):
+            continue
+        if one.sizes:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(**one.sizes)
+        try:
+            run(one)
+            failed = ""
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        if one.sizes:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel()
+        every = [None] * toy.world()
+        dist.all_gather_object(every, failed)
+        if dist.get_rank() == 0:
+            print(f"FAILED {name}: {every}" if any(every) else f"PASSED {name}", flush=True)
