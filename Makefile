@@ -1,21 +1,28 @@
 # `make demo` and `make test` each work as the first command typed in a fresh checkout.
 
 PYTHON ?= python3
+space := $(subst ,, )
+python := $(subst $(space),\ ,$(PYTHON))
 # Each PYTHON has environments of its own, named by its whole path.
-VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(subst /,+,$(patsubst /%,%,$(PYTHON))))
+named := $(subst $(space),_,$(PYTHON))
+VENV ?= $(if $(filter python3,$(named)),.venv,.venv-$(subst /,+,$(patsubst /%,%,$(named))))
 DOCS := $(VENV)-docs
 BIN := $(VENV)/bin
 # An empty environment has no PATH, and make then finds no program.
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: demo test check lint wrong-factors test-versions figures clean
+.PHONY: demo test environment check lint wrong-factors test-versions figures clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/drgrpo/demo.py
 
 test: $(VENV)/installed
 	$(RUN) -m pytest
+
+# Prints where it is, for launch/ci/check.sh.
+environment: $(VENV)/installed
+	@echo $(VENV)
 
 # The inner loop: what starts no process and needs no GPU, within a minute.
 check: lint
@@ -43,7 +50,7 @@ test-frameworks: $(VENV)/installed
 # The newest main of Megatron-LM and of each framework; clones them, or CHECKOUTS=folder.
 .PHONY: test-newest
 test-newest: $(VENV)/installed
-	$(RUN) tests/newest.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS))
+	$(RUN) tests/newest.py $(if $(CHECKOUTS),--checkouts "$(CHECKOUTS)")
 
 # The scripts of launch/, those of launch/ci/ and `make gpu` among them; what needs Slurm, Ray or
 # another program skips where there is none.
@@ -71,13 +78,13 @@ bench: $(VENV)/installed
 # From a bare checkout: torch, rich and a megatron-core wheel on the path, nothing installed.
 # `make gpu DEVICE=cpu` tries the command where there is none.
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(if $(filter cpu,$(DEVICE)),--cpu)
+	$(python) -m benchmarks.gpu $(if $(filter cpu,$(DEVICE)),--cpu)
 
 # The site into site/, in an environment of its own: it needs no torch. mkdocs.yml.
 .PHONY: docs
 docs: $(DOCS)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
+	@echo "site/index.html; with search: $(python) -m http.server --directory site"
 
 # The site built for an address under a folder: its links, sitemap, search and widths.
 .PHONY: test-site
@@ -86,7 +93,7 @@ test-site: $(VENV)/installed $(DOCS)/installed
 
 # The packages of the extra `docs`, without this package and its torch. Python 3.11 or newer.
 $(DOCS)/installed: pyproject.toml constraints.txt constraints-docs.txt
-	$(PYTHON) -m venv $(DOCS)
+	$(python) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--constraint constraints-docs.txt $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	touch $@
@@ -98,7 +105,7 @@ release: $(VENV)-release/installed
 
 # As .github/workflows/publish.yml has them.
 $(VENV)-release/installed:
-	$(PYTHON) -m venv $(VENV)-release
+	$(python) -m venv $(VENV)-release
 	$(VENV)-release/bin/python -m pip install --quiet build==1.6.1 twine==7.0.0 tomli
 	touch $@
 
@@ -107,7 +114,7 @@ figures: $(VENV)/installed
 
 # torch first: its pinned version decides everything else that is resolved.
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(python) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
 	touch $@

@@ -168,7 +168,7 @@ def outputs(
     ``calculate_per_token_loss``, once by the sum of num_tokens.
     """
     means = step.num_microbatches * dp_cp_size
-    report = {"loss": torch.stack([loss.detach() * means, torch.ones_like(loss)])}
+    report = {"loss": torch.stack([loss.detach(), torch.full_like(loss, 1 / means)])}
     if not per_token:
         return loss * means, torch.ones_like(loss, dtype=torch.int), report
     counted = sum(step.n_S[s] for s in sequences_G if s >= 0) if cp_rank == 0 else 0

@@ -7,6 +7,8 @@ keeps working. A message states what was got, what was expected and what to chan
 """
 
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class LossAggregationError(Exception):
@@ -52,6 +54,14 @@ class ProofError(LossAggregationError, ValueError):
 def message_of(error: BaseException) -> str:
     """Return what another rank is told: a message of this package, or any error with its type."""
     return str(error) if isinstance(error, LossAggregationError) else repr(error)
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Ask for the near one of some names; empty if none is. Not for losses, whose near names differ
+    in formula: ``reduction/aliases.py`` has theirs.
+    """
+    near = get_close_matches(name, [*names], n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def say(text: str) -> None:

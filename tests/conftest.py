@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from check_runner import checks_of
+from check_runner import assert_passed, checks_of
 from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 from ran import pytest_terminal_summary  # noqa: F401  a hook
 
@@ -40,8 +41,18 @@ def launched(script, *arguments, processes, timeout=600):
     """Run a worker, by its path in this folder, on several processes against this checkout's
     package.
     """
+    return _printed(ended(script, *arguments, processes=processes, timeout=timeout))
+
+
+def ended(script, *arguments, processes, timeout=600):
+    """Run it as ``launched`` does; return how it ended, also if it failed or ran out of time."""
     imports = WITHOUT_MEGATRON if script in NEEDS_NO_MEGATRON else WITH_MEGATRON
-    return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout, imports)
+    command = [str(TESTS / script), *map(str, arguments)]
+    try:
+        return fork_server(imports).launch(command, processes=processes, timeout=timeout)
+    except subprocess.TimeoutExpired as late:
+        error = f"{late.stderr}\n{late}"
+        return subprocess.CompletedProcess(command, 1, late.output, error)
 
 
 def worker_path():
@@ -61,8 +72,7 @@ def fork_server(imports=WITH_MEGATRON):
     return SERVERS[imports]
 
 
-def _launched(command, processes, timeout, imports):
-    done = fork_server(imports).launch(command, processes=processes, timeout=timeout)
+def _printed(done):
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
 
@@ -82,19 +92,19 @@ def early(function):
 
 
 def each_check(script, *, processes):
-    """Make an early fixture of what a worker prints, and the test of each of its checks.
+    """Make an early fixture of how a worker ended, and the test of each of its checks.
 
     The fixture is called ``output_of_``, the worker's name, and the number of processes.
     """
     name = f"output_of_{Path(script).stem}_{processes}"
 
     def run():
-        return launched(script, processes=processes)
+        return ended(script, processes=processes)
 
     @pytest.mark.usefixtures(name)
     @pytest.mark.parametrize("check", checks_of(TESTS / script))
     def passes(request, check):
-        assert f"PASSED check_{check}" in request.getfixturevalue(name).splitlines()
+        assert_passed(check, request.getfixturevalue(name))
 
     run.__name__ = name
     return early(run), passes
@@ -177,7 +187,7 @@ def proven(layouts, cases=CASES):
     job_file, events = folder / "job", folder / "events.jsonl"
     write_job(job, job_file)
     command = ["-m", "megatron_lossagg.verify", str(job_file), str(events)]
-    _launched(command, job.world_size, 600, WITH_MEGATRON)
+    _printed(fork_server().launch(command, processes=job.world_size, timeout=600))
     reported = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in reported for v in event.get("verdicts", ())]
     assert len(verdicts) == job.num_verdicts

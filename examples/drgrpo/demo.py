@@ -77,6 +77,7 @@ def main() -> None:
     output = parser.parse_args().output
     shutil.rmtree(output, ignore_errors=True)
     start = time.perf_counter()
+    print("Two minutes on two idle cores, in three parts")
 
     stage(1, "train: warm-up, then Dr.GRPO with sampled rollouts, DP 2")
     train_online(output / "online")

@@ -11,8 +11,8 @@ counted: g_b.
     share of b = |g_b| / sum_c |g_c|        sums to 1 over buckets
 
 It is the mean over the recorded steps; the weights are those that the file starts from, and the
-loss is the policy term only. A bucket without a sequence in a step has gradient 0. The share of
-the active tokens that each bucket holds is printed below.
+loss is the policy term only. A bucket whose advantages in a step are all 0 has gradient 0. The
+share of the active tokens that each bucket holds is printed below.
 """
 
 from __future__ import annotations
@@ -67,15 +67,13 @@ def main() -> None:
     shares = {mode: dict.fromkeys(names.values(), 0.0) for mode in MODES}
     for rollouts in by_step:
         for mode, run in runs.items():
-            parts = {
-                names[bucket]: gradient(run, [_only(r, bucket) for r in rollouts])
-                for bucket in BUCKETS
-            }
-            sizes = sum(float(part.norm()) for part in parts.values())
-            if not sizes:  # no contrast in any group: nothing to attribute
-                continue
-            for name, part in parts.items():
-                shares[mode][name] += float(part.norm()) / sizes / len(by_step)
+            norms = {}
+            for bucket in BUCKETS:
+                only = [_only(rollout, bucket) for rollout in rollouts]
+                if any(rollout.advantage for rollout in only):  # else all losses are constant
+                    norms[names[bucket]] = float(gradient(run, only).norm())
+            for name, norm in norms.items():
+                shares[mode][name] += norm / sum(norms.values()) / len(by_step)
     train.stop_processes()
 
     tokens = token_shares([rollout for rollouts in by_step for rollout in rollouts])

@@ -139,8 +139,8 @@ def plot_layouts(curves: Sequence[Any], path: Path) -> None:
     apart = max((top - bottom) / top for bottom, top in zip(low, high, strict=True))
     axes.set(xlabel="training step", ylabel=f"grad norm / at {first}")
     axes.set_title(
-        f"Nine runs on the same data, at DP 2, CP 2 and PP 2: Dr.GRPO is one curve,\n"
-        f"a mean of microbatch means is nine, up to {apart:.0%} apart",
+        f"Gradient norms of {len(line_curves)} runs on the same data, at DP 2, CP 2 and PP 2:\n"
+        f"{line_mode} is one curve, a mean of microbatch means is up to {apart:.0%} apart",
         loc="left",
         fontsize=13,
     )

@@ -106,18 +106,16 @@ def check(curves: Sequence[Curve]) -> None:
 
 
 def verdict(curves: Sequence[Curve]) -> str:
-    """Write in one line what the replays show."""
-    worst = {
-        mode: max(
-            largest_difference([curve for curve in curves if curve.mode == mode], name)
-            for name in NAMES
-        )
+    """Write in one line what the replays show, of the quantity that the picture shows."""
+    number = len(LAYOUTS) * len(MICROBATCHES)
+    apart = {
+        mode: largest_difference([curve for curve in curves if curve.mode == mode], "grad_norm")
         for mode in AGREES
     }
-    number = len(LAYOUTS) * len(MICROBATCHES)
     return (
-        f"{number} layouts, one loss: constant differs by {worst['constant']:.1e} at most; stock's "
-        f"rule, a token mean per microbatch, is {worst[LAYOUT_DEPENDENT]:.1%} apart on this data"
+        f"Gradient norms at {number} layouts: constant, one curve, differs by at most "
+        f"{apart['constant']:.1e}; a mean of microbatch means, stock's rule, by up to "
+        f"{apart[LAYOUT_DEPENDENT]:.0%}"
     )
 
 

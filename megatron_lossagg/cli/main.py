@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import megatron_lossagg
 from megatron_lossagg.cli.files import printable
-from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError, say
+from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError, meant, say
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -129,8 +129,27 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Asks, for a name of a command, an option or a choice that is none, for the near one."""
+
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is left: here the options are known, and not where argparse refuses it."""
+        namespace, rest = super().parse_known_args(args, namespace)
+        if rest:
+            name = rest[0].partition("=")[0]
+            near = meant(name, self._option_string_actions) if name.startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return namespace, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(
+                action, f"{error.message}{meant(str(value), action.choices or ())}"
+            ) from None
 
 
 def _parser(arguments: Sequence[str]) -> _Parser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,10 @@ _COLORS = ("#0072b2", "#e69f00", "#b8a900", "#009e73")
 """Okabe and Ito's, which colour-blind readers can tell apart, with a darker yellow."""
 _BARS = 0.84
 """Part of a bucket's width that its bars take."""
+_POINTS = 490
+"""Width of all buckets."""
+_OF_A_DIGIT, _OF_A_LETTER = 0.64, 0.57
+"""Width in points at a font size of 1; of letters, that of a usual one."""
 
 
 def drawn(shares: Shares, kind: str) -> bytes:
@@ -52,11 +57,11 @@ def figure_of(shares: Shares) -> Figure:
     above.set_ylabel("responses")
     above.margins(y=0.35)
     of_all = [
-        "\n".join(f"{share:.1%} of {name}" for name, share in of_bucket.items())
-        for _, of_bucket in buckets.iloc[:, :2].iterrows()
+        "\n".join(f"{share:.1%} of {name}" for name, share in of_bucket.items()) if num else ""
+        for num, (_, of_bucket) in zip(shares.num, buckets.iloc[:, :2].iterrows(), strict=True)
     ]
     bars = above.bar(places, shares.num, width=_BARS, color="#9aa3ab")
-    above.bar_label(bars, of_all, fontsize=min(9, 50 / len(buckets)), padding=3)
+    above.bar_label(bars, of_all, fontsize=_font_size(9, of_all, len(buckets)), padding=3)
     modes = 100 * buckets.iloc[:, 2:]
     width = _BARS / len(modes.columns)
     for number, (name, percent) in enumerate(modes.items()):
@@ -67,9 +72,19 @@ def figure_of(shares: Shares) -> Figure:
             color=_COLORS[number],
             label=name,
         )
-        below.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
-    below.set_xticks(places, buckets.index)
+        size = _font_size(8, ["100"], len(buckets) * len(modes.columns) / _BARS)
+        below.bar_label(bars, fmt="%.0f", fontsize=size, padding=1)
+    end = "-\n" if max(map(len, buckets.index)) > 11 else "-"
+    lengths = [length.replace("-", end) for length in buckets.index]
+    below.set_xticks(places, lengths, fontsize=_font_size(10, lengths, len(buckets)))
     below.set_xlabel(f"response length, active {shares.unit}s")
     below.set_ylabel("share of the loss weight, %")
     below.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=10)
     return figure
+
+
+def _font_size(most: float, texts: Sequence[str], num: float) -> float:
+    """Return the size, ``most`` at most, at which so many texts fit next to each other."""
+    longest = max((line for text in texts for line in text.split("\n")), key=len)
+    width = _OF_A_LETTER if any(map(str.isalpha, longest)) else _OF_A_DIGIT
+    return min(most, _POINTS / num / (width * (len(longest) + 0.5)))

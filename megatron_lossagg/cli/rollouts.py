@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.cli.extras import MissingPackageError, needed
 from megatron_lossagg.cli.files import is_file, printable
-from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.errors import LossAggregationError, meant
 from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def _named(text: str) -> tuple[str, str]:
     if column not in COLUMNS or not name:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected such as lengths=NAME: one of {', '.join(COLUMNS)}"
+            f"{meant(column, COLUMNS)}"
         )
     return column, name
 
@@ -248,6 +249,7 @@ def _names(records: Iterable[Mapping[str, Any]], given: Mapping[str, str]) -> di
         elif column in given:
             raise RolloutsError(
                 f"--column {column}={known[0]}: got {reprlib.repr([*found])}, expected one of these"
+                f"{meant(known[0], found)}"
             )
     return names
 

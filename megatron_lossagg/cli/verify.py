@@ -46,7 +46,14 @@ from megatron_lossagg.verify.environment import Fact, environment, megatron_core
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted, none_ran
 from megatron_lossagg.verify.frameworks.run_checks import TIMEOUT, run_framework
-from megatron_lossagg.verify.job import Event, Job, RanksTimedOut, first_failure, launched
+from megatron_lossagg.verify.job import (
+    Event,
+    Job,
+    RanksTimedOut,
+    failure_of,
+    first_failure,
+    launched,
+)
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.text import number_of
 
@@ -146,7 +153,10 @@ def run(args: argparse.Namespace) -> int:
 
     def take(event: Event) -> None:
         events.append(event)
-        if event["event"] == "layout":
+        if event["event"] == "begin":
+            number = sum(event["event"] == "begin" for event in events)
+            say(f"{event['layout']}: layout {number} of {len(job.layouts)} runs")
+        elif event["event"] == "layout":
             passed = [verdict["passed"] for verdict in event["verdicts"]]
             cases = f"{sum(passed)} of {number_of(len(passed), 'case')} passed"
             say(f"{event['layout']}: {cases}, {time.monotonic() - begun:.0f} s")
@@ -350,6 +360,4 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float, gpus: 
     except RanksTimedOut as expired:
         what = "\n".join([f"The run did not finish in {timeout:g} s (--timeout)", *expired.last])
         return first_failure(what, str(expired.stderr))
-    if not done.returncode:
-        return ""
-    return first_failure("A rank failed", done.stderr or f"exit status {done.returncode}")
+    return failure_of(done)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.padding import Padding
@@ -44,6 +45,10 @@ _ERRORS = ("gradient", "loss", "weights", "weight_sum")
 _PRINTED = [column for column in COLUMNS if column != "weight sum error"]
 _WIDE = 200
 """Characters of a line in a file or a pipe."""
+_WIDEST = 10_000
+_NARROW = 120
+"""Below so many characters a table has no ``_LEFT_OUT``, and wraps between the words of a name."""
+_LEFT_OUT = ("loss error", "weights error")
 
 
 def finite(value: Any) -> Any:
@@ -65,12 +70,12 @@ def show(report: Report) -> None:
     for layout, verdicts in groupby(report["verdicts"], key=lambda v: str(v["layout"])):
         text(layout)
         rows = [(*errors, state) for *errors, _, state in map(cells, verdicts)]
-        console.print(_table(_PRINTED, rows, left=3))
+        _print_table(console, _PRINTED, rows, left=3)
         text()
     if framework := report["framework"]:
         checks = framework["checks"]
         text(f"{framework['name']}: {counted(checks)}, {framework['seconds']:.0f} s")
-        console.print(_table(FRAMEWORK_COLUMNS, map(framework_cells, checks), left=2))
+        _print_table(console, FRAMEWORK_COLUMNS, [*map(framework_cells, checks)], left=2)
         text()
         for check in checks:
             if check["state"] != PASS:
@@ -88,14 +93,38 @@ def show(report: Report) -> None:
         text("\n" + summary)
 
 
-def _table(columns: Iterable[str], rows: Iterable[Sequence[str]], *, left: int) -> Padding:
-    """Make a table whose first columns are aligned to the left, with the state at the end."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right")
+def _print_table(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int
+) -> None:
+    """Print a table whose first columns are aligned to the left, with the state at the end.
+
+    If it is too wide the first two wrap between words. No word is cut: a line is as long as needed.
+    """
+    longest = max(len(word) for row in rows for word in row[0].split())
+    unlimited = console.options.update_width(_WIDEST)
+    table = _table(columns, rows, left=left, narrow=console.width < _NARROW)
+    if console.measure(table, options=unlimited).maximum > console.width:
+        rows = [(textwrap.fill(row[0], longest), *row[1:]) for row in rows]
+        table = _table(columns, rows, left=left, narrow=console.width < _NARROW)
+    least = console.measure(table, options=unlimited).minimum
+    Console(width=max(console.width, least), highlight=False).print(table)
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int, narrow: bool
+) -> Padding:
+    shown = [n for n, name in enumerate(columns) if not (narrow and name in _LEFT_OUT)]
+    table = Table(box=None, padding=(0, 1 if narrow else 2, 0, 0), header_style="dim")
+    for index in shown:
+        side: Literal["left", "right"] = "left" if index < left else "right"
+        name = columns[index].replace(" ", "\n") if narrow else columns[index]
+        lines = "\n".join([name, *(row[index] for row in rows)]).split("\n")
+        least = None if index == 1 else max(map(len, lines))
+        table.add_column(name, justify=side, no_wrap=index != 1, min_width=least)
     for *most, state in rows:
         colour = {str(PASS): "green", str(FAIL): "bold red"}.get(state, "")
-        table.add_row(*map(Text, most), Text(state, colour))
+        cells = [*map(Text, most), Text(state, colour)]
+        table.add_row(*(cells[index] for index in shown))
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
@@ -144,7 +173,7 @@ def _error(verdict: Report, name: str) -> str:
     """Write an error; a dash if it is not defined, as a weight sum of a reducer of one's own."""
     is_custom = verdict["formula"] == MODES[CUSTOM].formula
     undefined = name == "weights_error" or (is_custom and name == "weight_sum_error")
-    if verdict[name] is None and (verdict["passed"] or undefined):
+    if verdict[name] is None and undefined:
         return "-"
     return error_text(verdict[name])
 

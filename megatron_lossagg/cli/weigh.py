@@ -21,6 +21,8 @@ from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
+from megatron_lossagg.reduction.aliases import unknown_name
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.weigh.compare import COMPARED, Weighed
 
 _PICTURES = (".svg", ".png", ".pdf")
@@ -37,12 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture", type=Path, metavar="FILE", help="draw the last weighed step (.svg, .png)"
     )
     options.add_argument(
-        "--expect", choices=COMPARED, metavar="MODE", help="exit with 1 unless this is trained"
+        "--expect", type=_compared, metavar="MODE", help="exit with 1 unless this is trained"
     )
     options.add_argument(
         "--trust", action="store_true", help="with --expect: also where f could not be measured"
     )
     run_command.add_arguments(parser)
+
+
+def _compared(name: str) -> str:
+    """Return the name of a mode that weights show."""
+    if name in COMPARED:
+        return name
+    modes = f"expected one that weights show: {', '.join(COMPARED)}"
+    known = f"got {name!r}" if name in MODES else unknown_name("mode", name)
+    raise argparse.ArgumentTypeError(f"{known}; {modes}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _GREY = "#808890"
 """Of text and axes: readable on white and on black."""
+_TITLE = 76
+"""Characters of a line of the title."""
 _DOTS = "#e69f00"
 _LINES = {"token_mean": "#009e73", "sample_mean": "#56a0d8"}
 
@@ -61,7 +64,8 @@ def figure_of(step: Weighed, *, number: int) -> Figure:
             axis.set_major_locator(tickers.LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-    axes.set_title(f"Step {number}: {step.verdict}", loc="left", fontsize=10, color=_GREY)
+    title = textwrap.fill(f"Step {number}: {step.verdict}", _TITLE)
+    axes.set_title(title, loc="left", fontsize=10, color=_GREY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GREY)
     axes.tick_params(which="both", colors=_GREY)

@@ -1,13 +1,16 @@
 """What loss_func returns to Megatron's schedule: loss, num_tokens and report, in its shapes.
 
-Megatron adds both entries of a report over microbatches and data- and context-parallel ranks and
-divides them, so a report is a pair of a sum and a count.
+Megatron adds both entries of a report over microbatches, data- and context-parallel ranks and
+evaluation steps and divides them, so a report is a pair of a sum and a count: of a partial loss
+``[partial loss * D, D / (M DP CP)]``. D is 1 in a training step. In an evaluation it is the total
+of the mode (N, B, P or Z), so that the quotient is the mode's loss over all that was evaluated, or
+1 for a mean over the steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Number, Real
 
 import torch
@@ -30,8 +33,13 @@ def outputs(
     cp_rank: int,
     report: Mapping[str, Tensor],
     means: Means,
+    total: float = 1.0,
+    without_total: Collection[str] = (),
 ) -> Outputs:
-    """Return loss times K, num_tokens, and the reports with the weight-sum check's two."""
+    """Return loss times K, num_tokens, and the reports with the weight-sum check's two.
+
+    ``total``: D, except of the reports that ``without_total`` names, whose D is 1.
+    """
     scaled = _widened(loss) * scaling.k
     counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
     num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
@@ -43,32 +51,39 @@ def outputs(
         sums["lossagg/weight_sum"] = weight_sum
         if expected is not None:
             constants["lossagg/weight_expected"] = expected
-    reports = _pairs(sums, constants, scaling, scaled.device)
-    for name, (total, count) in means.items():
-        reports[name] = _mean(name, total, count)
+    names = [*sums, *constants]
+    totals = {name: total for name in names if name not in without_total}
+    reports = _pairs(sums, constants, totals, scaling, scaled.device)
+    for name, (local_sum, count) in means.items():
+        reports[name] = _mean(name, local_sum, count)
     return scaled, num_tokens, reports
 
 
-def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
-    """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
+def shadow_reports(
+    shadows: Mapping[str, Tensor], totals: Mapping[str, float], scaling: Scaling
+) -> dict[str, Tensor]:
+    """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name; ``totals``: D."""
     if not shadows:
         return {}
     named = {f"lossagg/shadow/{mode}": loss for mode, loss in shadows.items()}
-    return _pairs(named, {}, scaling, next(iter(shadows.values())).device)
+    totals = {f"lossagg/shadow/{mode}": total for mode, total in totals.items()}
+    return _pairs(named, {}, totals, scaling, next(iter(shadows.values())).device)
 
 
 def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
     """Return ``lossagg/shadow/stock``: what stock Megatron trains for its own ``loss``.
 
     In the average loss scaling the mean over microbatches and DP CP ranks of each rank's
-    ``loss / num_tokens``, which depends on the parallelism; in the per-token loss scaling the sum
-    of all losses over the sum of all num_tokens.
+    ``loss / num_tokens``, which depends on the parallelism, and in an evaluation the mean over its
+    steps; in the per-token loss scaling the sum of all losses over the sum of all num_tokens.
     """
     loss = _widened(loss.detach().reshape(()))
     count = moved(num_tokens.detach().reshape(()), loss.device)
-    if scaling.loss_scaling == "average":
-        loss, count = loss / torch.clamp(count, min=1), torch.ones_like(loss)
-    return {"lossagg/shadow/stock": torch.stack([loss, count.to(loss.dtype)])}
+    is_mean = scaling.loss_scaling == "average"
+    pair = torch.stack([loss, (torch.clamp(count, min=1) if is_mean else count).to(loss.dtype)])
+    if is_mean:
+        pair = pair / (pair[1] * scaling.m_dp_cp)
+    return {"lossagg/shadow/stock": pair}
 
 
 def check_reported(report: Mapping[str, Tensor], means: Means) -> None:
@@ -118,21 +133,26 @@ def check_scalar(name: str, value: Tensor) -> None:
 def _pairs(
     sums: Mapping[str, Tensor],
     constants: Mapping[str, float],
+    totals: Mapping[str, float],
     scaling: Scaling,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Make pairs whose sums over the step divide to the sum of each, and to each constant.
 
-    All are views of one tensor ``[pairs, 2]``, in the widest dtype of the sums.
+    ``totals``: D of each, 1 by default. All are views of one tensor ``[pairs, 2]``, in the widest
+    dtype of the sums.
     """
     names = [*sums, *constants]
     if not sums:
         return {}
     sum_N = _widened(torch.stack([moved(value.detach(), device) for value in sums.values()]))
-    pair_N2 = sum_N.new_ones((len(names), 2))
-    torch.mul(sum_N, scaling.report_factor, out=pair_N2[: len(sums), 0])
+    pair_N2 = sum_N.new_full((len(names), 2), scaling.report_count)
+    pair_N2[: len(sums), 0].copy_(sum_N)
     for place, constant in enumerate(constants.values(), start=len(sums)):
-        pair_N2[place, :1].fill_(constant)
+        pair_N2[place, :1].fill_(constant * scaling.report_count)
+    for place, name in enumerate(names):
+        if totals.get(name, 1) != 1:  # of an evaluation
+            pair_N2[place] *= totals[name]
     return dict(zip(names, pair_N2.unbind(), strict=True))
 
 

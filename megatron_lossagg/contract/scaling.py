@@ -62,18 +62,26 @@ class Scaling:
         yet and K is 1: :func:`deferred_factor` has it.
         """
         if self.loss_scaling == "average":
-            return self.report_factor
+            return self.m_dp_cp
         if self.is_deferred:
             return 1
         return max(int(self.active_tokens or 0), 1)
 
-    @cached_property
-    def report_factor(self) -> int:
-        """M DP CP: a report ``[partial loss * M DP CP, 1]`` comes out as the step's loss.
-
-        Megatron adds both entries over microbatches and DP * CP ranks and divides.
-        """
+    @property
+    def m_dp_cp(self) -> int:
+        """M DP CP, with this rank's own M."""
         return self.num_microbatches * self.dp_cp_size
+
+    @cached_property
+    def report_count(self) -> float:
+        """1 / (M DP CP): a report ``[partial loss, 1 / (M DP CP)]`` comes out as the step's loss.
+
+        Megatron adds both entries over microbatches and DP * CP ranks and divides; each rank's
+        counts add up to 1 / (DP CP), whatever its M is. In an evaluation both entries are times D,
+        the total of the step's mode, for Megatron adds them over evaluation steps too: what comes
+        out is the mode's loss over all of them.
+        """
+        return 1 / self.m_dp_cp
 
     @property
     def schedule_factor(self) -> float:

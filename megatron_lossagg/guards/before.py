@@ -6,8 +6,9 @@ communicates or waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -80,8 +81,10 @@ class Asked:
     """Whether loss_func ran for the previous step, and nothing has finished it."""
     deferred: DeferredFacts | None = None
     """The deferred step that it is a schedule call of, if it trains in one."""
+    shadows: Collection[Aggregation] = ()
+    """What is reported in addition to the trained loss."""
 
-    @property
+    @cached_property
     def plan_of_call(self) -> StepPlan | None:
         """The plan, whose weights are over the declared number of schedule calls.
 
@@ -271,24 +274,30 @@ def accumulation(run: RunFacts, asked: Asked) -> None:
                 "optimizer step inside `with aggregator.deferred()`, which reduces once, or run "
                 "all microbatches in one call"
             )
-    mode = None if asked.plan is None else asked.plan.aggregation.mode
-    if asked.accumulates is True and mode not in (None, "token_sum", CUSTOM):
+    if asked.plan is not None:
+        check_accumulated(asked.accumulates, asked.plan.aggregation.mode)
+
+
+def check_accumulated(accumulates: bool | int, mode: str) -> None:
+    """Refuse a mode, of a step or of a term, whose schedule calls do not add up to its loss."""
+    if accumulates is True and mode not in ("token_sum", CUSTOM):
         raise ContractError(
             f"got accumulates=True with {mode}, whose weights are over the counts of one schedule "
             "call, so that two calls train twice the loss: pass each call of an optimizer step "
             "their number, such as accumulates=2, which trains their mean, or run them inside "
             "`with aggregator.deferred()`, which trains the mode over all of them"
         )
-    if asked.accumulates is not True and mode == CUSTOM:
+    if accumulates and accumulates is not True and mode == CUSTOM:
         raise ContractError(
-            f"got accumulates={asked.accumulates} with a custom reducer, which knows its weights: "
+            f"got accumulates={accumulates} with a custom reducer, which knows its weights: "
             "pass accumulates=True, and let it divide by what it should"
         )
 
 
 def deferred(run: RunFacts, asked: Asked) -> None:
     """Refuse a call of a deferred step after one that failed, with ``accumulates=``, under a mode
-    without one total or one that differs between calls, and with side losses that M scales.
+    without one total or one that differs between calls, a shadow with another total, and side
+    losses that M scales.
     """
     if asked.deferred is None:
         return
@@ -313,6 +322,9 @@ def deferred(run: RunFacts, asked: Asked) -> None:
             f"got a schedule call under {aggregation} in a deferred step under {earlier}, which "
             "are divided together: train one aggregation in all its calls"
         )
+    if aggregation is not None:
+        for shadow in asked.shadows:
+            check_total(aggregation, shadow, "shadow")
     names = ", ".join(side_losses_of(run.config))
     is_exact = run.loss_scaling == "per_token" and mode in (None, "token_mean")
     if names and (not is_exact or asked.deferred.follows):
@@ -320,6 +332,15 @@ def deferred(run: RunFacts, asked: Asked) -> None:
             f"got a deferred step with side losses ({names}), which would be divided by the mode's "
             "total, and in the average loss scaling by M of each call: train token_mean with "
             "--calculate-per-token-loss and stock side losses, or set their coefficients to 0"
+        )
+
+
+def check_total(own: Aggregation, other: Aggregation, what: str) -> None:
+    """Refuse, in a deferred step, what its one division would not give the mean that it names."""
+    if own.total != other.total:
+        raise ContractError(
+            f"got a {what} under {other} in a deferred step under {own}: one number divides all; "
+            "name a mode with the same total, counts and divisor, or train in one schedule call"
         )
 
 

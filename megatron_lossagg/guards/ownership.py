@@ -5,36 +5,42 @@ sequence. With gathered losses, and with whole masks that each rank slices, each
 by a mask that should be the others'. Once per step the ranks of the context-parallel group gather
 how many tokens each has trained of each sequence, and how many it counted; likewise the sums of
 token weights. Together they must train what was counted of each sequence: more is an error, less is
-one unless tokens are rejected on purpose. They must also have given each sequence the same weight.
+one unless tokens are rejected on purpose. They must also have given each sequence the same weight,
+under each aggregation that several of them use: only one may hold the tokens of a term.
 
 Ranks may disagree on everything, the number of sequences included. So what is gathered has one
 size: sequence s is added to slot s modulo ``_SLOTS``.
 
-Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W =
-ranks of the context-parallel group; N = the numbers that a rank gathers.
+Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; T =
+slots of aggregations; W = ranks of the context-parallel group; N = the numbers that a rank gathers.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import PlanError
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.trained_tokens import TrainedTokens
 from megatron_lossagg.reduction.checks.token_weights import weight_slack
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import Ints
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.reduction.sequences import ID_KINDS, Floats, hashed
+from megatron_lossagg.reduction.sequences import Floats, hashed
+from megatron_lossagg.reduction.weights import SAME_SUMS, sums_of
 
 _SLOTS = 1024
+_TERMS = 64
+"""Slots of aggregations: one is in that of its hash modulo this."""
 
 
 class Ownership(Guard):
@@ -42,10 +48,10 @@ class Ownership(Guard):
 
     catches = (
         "at CP > 1: a token that two ranks train or none, ranks in different steps, a sequence "
-        "with different weights, a rank that failed by itself"
+        "with different weights under the mode, a term or a shadow, a rank that failed by itself"
     )
     costs = (
-        "operations over the sequences of a step at its end; one all-gather of 40 KiB a step over "
+        "operations over the sequences of a step at its end; one all-gather of 42 KiB a step over "
         "the context-parallel group"
     )
 
@@ -75,9 +81,10 @@ class Ownership(Guard):
         _compare(step.plan, gathered_WN, exchange.rank)
 
 
-_SAME, _WEIGHTS, _HEAD = 3, 5, 6
-"""Indices into a rank's numbers: from which on to ``_WEIGHTS`` all ranks must have the same; the
-hash of its weights; its slots."""
+_SAME, _HEAD = 3, 5
+"""Indices into a rank's numbers: from which on to ``_HEAD`` all ranks must have the same; slots."""
+_BLOCKS = _HEAD + 3 * _TERMS
+"""From which on its sequences' slots are; before them its aggregations'."""
 
 
 def _numbers(plan: StepPlan, trained: TrainedTokens, has_failed: bool) -> Tensor:
@@ -97,25 +104,54 @@ def _numbers(plan: StepPlan, trained: TrainedTokens, has_failed: bool) -> Tensor
         blocks.append(trained_F.view(torch.int64))
     settings = hashed(f"{plan.aggregation!r} {plan.state.rejects_tokens}")
     is_noted = [trained_S is not None for trained_S in noted[:2]]
-    head = np.array([has_failed, *is_noted, len(slot_S), settings, hashed(_weights(plan))])
-    return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), *blocks])
+    head = np.array([has_failed, *is_noted, len(slot_S), settings], dtype=np.int64)
+    numbers = np.concatenate([head, _weights(plan).ravel(), counted_F])
+    return torch.cat([from_numpy(numbers, device), *blocks])
 
 
-def _weights(plan: StepPlan) -> str:
-    """Return what each w_s follows from beyond the counts, exactly.
+def _weights(plan: StepPlan) -> Ints:
+    """Return a hash of the aggregations in each slot, and two sums of their weights, ``[3, T]``.
 
-    Every w_s; with token weights, whose sums may differ by rounding, the ids and microbatches.
-    What only a custom reducer or totals that were not passed know is left out.
+    The sums are float64 in the bits of integers.
     """
-    sequences = plan.sequences
-    given: list[Floats | Ints | None] = [sequences.sequence_weight]
-    if sequences.token_weight_sums is not None:
-        ids = (getattr(sequences, kind) for kind in ID_KINDS)
-        given += [*ids, sequences.microbatch]
-    else:
-        with suppress(PlanError):
-            given.append(plan.weight_S)
-    return " ".join("" if one_S is None else one_S.tobytes().hex() for one_S in given)
+    names_T, sums_2T = np.zeros(_TERMS, dtype=np.int64), np.zeros((2, _TERMS))
+    for aggregation, under in {one.aggregation: one for one in plan.planned}.items():
+        with suppress(LossAggregationError):  # what it needs was not passed: it weighs nothing
+            sums = sums_of(_compared(under))
+            slot = hashed(repr(aggregation)) % _TERMS
+            names_T[slot] ^= hashed(repr(aggregation))
+            sums_2T[:, slot] += sums
+    return np.stack([names_T, *sums_2T.view(np.int64)])
+
+
+def _compared(plan: StepPlan) -> Floats:
+    """Return w_s: of the mask's counts, for sums of token weights may differ by rounding.
+
+    What only a custom reducer knows is left out.
+    """
+    aggregation, omega_S = plan.aggregation, plan.sequences.sequence_weight
+    if aggregation.mode == CUSTOM:
+        return np.zeros(0) if omega_S is None else omega_S
+    if aggregation.count == "weights":
+        plan = replace(plan, aggregation=replace(aggregation, count="mask"))
+    return plan.weight_S
+
+
+def _weighed_otherwise(gathered_WN: Tensor) -> list[Tensor]:
+    """Return whether weights differ under an aggregation, its slot, and two ranks that differ."""
+    names_WT, *sums = gathered_WN[:, _HEAD:_BLOCKS].reshape(-1, 3, _TERMS).unbind(1)
+    is_noted_WT = names_WT != 0
+    differs_T = torch.zeros(_TERMS, dtype=torch.bool, device=names_WT.device)
+    for sum_WT in sums:
+        value_WT = sum_WT.contiguous().view(torch.float64)
+        lowest = torch.where(is_noted_WT, value_WT, torch.inf).min(dim=0)
+        highest = torch.where(is_noted_WT, value_WT, -torch.inf).max(dim=0)
+        differs_T |= highest.values - lowest.values > SAME_SUMS * highest.values
+    # Ranks whose slot has other aggregations have nothing to compare.
+    largest_T = names_WT.max(dim=0).values
+    differs_T &= ((names_WT == largest_T) | ~is_noted_WT).all(dim=0)
+    differs, slot = differs_T.int().max(dim=0)
+    return [differs, slot, lowest.indices.take(slot), highest.indices.take(slot)]
 
 
 def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
@@ -125,9 +161,8 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     size, here = len(gathered_WN), gathered_WN[own_rank]
     failed_W, *noted = gathered_WN[:, :_SAME].unbind(1)
     is_compared = torch.stack(noted).max()
-    differs_W = (gathered_WN[:, _SAME:_WEIGHTS] != here[_SAME:_WEIGHTS]).any(dim=1)
-    weighs_W = gathered_WN[:, _WEIGHTS] != here[_WEIGHTS]
-    blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 5, _SLOTS)
+    differs_W = (gathered_WN[:, _SAME:_HEAD] != here[_SAME:_HEAD]).any(dim=1)
+    blocks_WF = gathered_WN[:, _BLOCKS:].reshape(size, 5, _SLOTS)
     counted_WF, own_WF, whole_WF = blocks_WF[:, :3].unbind(1)
     miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
     counted_F = counted_WF[own_rank] * is_compared
@@ -143,13 +178,13 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
             *failed_W.max(dim=0),
             *differs_W.int().max(dim=0),
             *miscounts_F.int().max(dim=0),
-            *weighs_W.int().max(dim=0),
+            *_weighed_otherwise(gathered_WN),
             *(counted_F - torch.maximum(own_F, whole_F)).min(dim=0),
             *fewer_F.max(dim=0),
             *(weight_F + slack_F - torch.maximum(own_weight_F, whole_weight_F)).min(dim=0),
             *(lighter_F - slack_F).max(dim=0),
         ],
-        partial(_describe, own_rank, counted_S, plan.state.rejects_tokens),
+        partial(_describe, own_rank, counted_S, plan.state.rejects_tokens, _named(plan)),
         guard="Ownership",
     )
 
@@ -172,12 +207,22 @@ def _folded(value_S: Ints | Floats) -> Floats:
     return np.bincount(_slots(len(value_S)), value_S, minlength=_SLOTS).astype(np.float64)
 
 
-def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list[float]) -> str:
-    failed, failed_rank, differs, other, miscounts, slot, weighs, third, *tokens = map(
-        int, values[:12]
+def _named(plan: StepPlan) -> dict[int, str]:
+    """Return the mode in each slot of aggregations, as far as this rank uses it."""
+    return {hashed(repr(one.aggregation)) % _TERMS: one.aggregation.mode for one in plan.planned}
+
+
+def _describe(
+    own_rank: int,
+    counted_S: Ints,
+    rejects_tokens: bool,
+    modes: dict[int, str],
+    values: list[float],
+) -> str:
+    failed, failed_rank, differs, other, miscounts, slot, *weighs, least, over, most, under = map(
+        int, values[:14]
     )
-    least, over, most, under = tokens
-    least_weight, heavier, most_weight, lighter = values[12:]
+    least_weight, heavier, most_weight, lighter = values[14:]
     if failed and failed_rank != own_rank:
         return f"context-parallel rank {failed_rank} ended the step with an error"
     if differs:
@@ -192,11 +237,13 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
             f"this one {_counted(slot, counted_S)}: count the whole sequences, before they are "
             "sliced"
         )
-    if weighs:
+    is_weighed_otherwise, term, *two_ranks = weighs
+    if is_weighed_otherwise:
+        first, second = sorted(two_ranks)
         return (
-            f"context-parallel ranks {own_rank} and {third} give the same sequences different "
+            f"context-parallel ranks {first} and {second} give the same sequences different "
             "weights: pass the same ids, totals and sequence weights on every rank of a "
-            "context-parallel group"
+            f"context-parallel group; they differ under {modes.get(term, 'the mode of a term')}"
         )
     if least < 0:
         also = f", and {most} fewer of {_sequence(under, counted_S)}" if most > 0 else ""

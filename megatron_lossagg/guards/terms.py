@@ -1,24 +1,26 @@
-"""Whether the aggregations of a step's terms fit its plan."""
+"""Whether the aggregations of a step's terms fit its plan, and its schedule calls."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.before import check_accumulated, check_total
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.reducer import Reducer
 
 
 class Terms(Guard):
-    """In a deferred step, compare the mode's total of each trained term with the step's.
+    """In one of several schedule calls, refuse a trained term that the calls do not add up to.
 
     And refuse, when the step finishes, sums of token weights that no loss counts.
     """
 
     catches = (
         "in a deferred step: a term under a mode with another total than the step's, such as "
-        "token_mean (N) next to sample_mean (B); token_weight_sums that no loss of the step "
-        "counts: tokens would all weigh 1"
+        "token_mean (N) next to sample_mean (B); with accumulates=: a term whose calls do not add "
+        "up to its loss; in both: a reducer of the plan that the call was begun with; "
+        "token_weight_sums that no loss of the step counts: tokens would all weigh 1"
     )
 
     def __init__(self) -> None:
@@ -26,21 +28,25 @@ class Terms(Guard):
 
     @classmethod
     def of(cls, step: StepFacts) -> Terms | None:
-        """Make it for a call of a deferred step, and for a plan with sums of token weights."""
+        """Make it for one of several schedule calls, and for a plan with sums of token weights."""
         has_sums = step.plan.sequences.token_weight_sums is not None
-        return cls() if has_sums or step.scaling.is_deferred else None
+        return cls() if has_sums or step.scaling.is_deferred or step.accumulates else None
 
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
     ) -> None:
-        """Note what the reducer's aggregation counts; refuse a term with another total."""
-        own, other = step.plan.aggregation, reducer.plan.aggregation
-        self._counts.add(other.count)
-        is_divided_once = step.scaling.is_deferred and partial_loss.requires_grad
-        if is_divided_once and own.total != other.total:
+        """Note what the reducer's aggregation counts; refuse a term of another division."""
+        plan, other = step.plan, reducer.plan
+        self._counts.add(other.aggregation.count)
+        if step.forward_only or not partial_loss.requires_grad:
+            return
+        if step.scaling.is_deferred:
+            check_total(plan.aggregation, other.aggregation, "term")
+        check_accumulated(step.accumulates, other.aggregation.mode)
+        if (plan.total, plan.num_calls) != (other.total, other.num_calls):
             raise ContractError(
-                f"got a term under {other} in a deferred step under {own}: one number divides all "
-                "terms; name a mode with the same total and counts, or train in one schedule call"
+                "got a reducer of the plan that a schedule call was begun with, whose weights know "
+                "nothing of the other calls: take step.plan.under(...), or mb.reduce(losses, mode)"
             )
 
     def on_finish(self, step: StepFacts) -> str:

@@ -119,6 +119,8 @@ def trainer_of(call: Mapping[str, Any]) -> Any:
 class _Hook(ScheduleHook):
     """Gives the trainer reports in its own form, and the aggregator the chunks that are trained."""
 
+    adds_evaluations = False  # the trainer takes the mean of what microbatches report
+
     def wrap(self, schedule: Schedule) -> Schedule:
         """Wrap the schedule; one all-reduce per step more, over context-parallel ranks."""
 

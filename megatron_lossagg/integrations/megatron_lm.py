@@ -2,19 +2,23 @@
 
 ``train()`` and ``evaluate()`` of ``megatron.training.training`` look up one name,
 ``get_forward_backward_func``, and call what it returns with keywords. That name is rebound
-(:func:`install`); nothing else changes. After the schedule Megatron-LM multiplies by nothing
-more: it logs sum / count of each reported pair, over microbatches and data-parallel ranks.
+(:func:`install`). After the schedule Megatron-LM multiplies by nothing more: it logs sum / count of
+each reported pair, over microbatches, data-parallel ranks and evaluation steps. Only ``evaluate()``
+under ``--sft`` divides each microbatch's pair by itself: what it returns of ours is replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.errors import ContractError
@@ -28,7 +32,7 @@ from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._segment_counts import count_segments, with_weights
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import Integration
-from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.loop.schedule_hook import Schedule, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
@@ -123,8 +127,56 @@ def install(
     has no such name.
     """
     integration = integration or PretrainIntegration()
-    hook = ScheduleHook(aggregation, integration, options=options)
-    return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
+    hook = _Hook(aggregation, integration, options=options)
+    rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
+    from megatron.training import training
+
+    if hasattr(training, "evaluate"):
+        training.evaluate = hook.wrap_evaluation(training.evaluate)
+    return hook
+
+
+class _Hook(ScheduleHook):
+    """Adds up what is reported in an evaluation: under ``--sft`` its mean is no loss of a mode."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sums: dict[str, Tensor] = {}
+        """Both entries of each report of the running evaluation, on this rank."""
+
+    def wrap(self, schedule: Schedule) -> Schedule:
+        """Wrap the schedule."""
+        hooked = super().wrap(schedule)
+
+        @functools.wraps(hooked)
+        def run(*args: Any, **call: Any) -> Any:
+            reports = hooked(*args, **call)
+            if call.get("forward_only") and not call.get("collect_non_loss_data"):
+                for report, name in itertools.product(reports, self.reported):
+                    if name in report and not name.startswith("stock/"):
+                        self._sums[name] = self._sums.get(name, 0) + report[name].double()
+            return reports
+
+        return run
+
+    def wrap_evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``evaluate``; under ``--sft`` one all-reduce more, over DP CP ranks."""
+
+        @functools.wraps(evaluate)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            self._sums = {}
+            returned = evaluate(*args, **kwargs)
+            losses = returned[0]  # none on an earlier pipeline stage, and after the time limit
+            if losses and self._sums and self.aggregator and getattr(get_args(), "sft", False):
+                pairs = torch.stack([*self._sums.values()])
+                dist.all_reduce(pairs, group=self.aggregator.groups.dp_cp_group)
+                found = (pairs[:, 0] / pairs[:, 1]).float()
+                losses.update(zip(self._sums, found.unbind(), strict=True))
+            return returned
+
+        return run
 
 
 def _with_tail(found: MicrobatchSequences) -> MicrobatchSequences:

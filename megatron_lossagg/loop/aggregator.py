@@ -332,6 +332,7 @@ class LossAggregator:
             iteration=iteration,
             is_previous_open=previous is not None and previous.is_left_open,
             deferred=deferred,
+            shadows=self.options.shadows.values(),
         )
         if previous is not None and not asked.is_previous_open:
             previous.end()
@@ -356,7 +357,7 @@ class LossAggregator:
             is_weighed=not forward_only and self._weighed_steps.has_next(plan, num_microbatches),
         )
         if deferred is not None:
-            deferred.add(self._latest, plan)
+            deferred.add(self._latest, asked.plan_of_call)
         if plan is not None:
             if not forward_only and deferred is None:
                 say_counted(plan, is_first=self.groups.is_first)

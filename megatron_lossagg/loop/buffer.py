@@ -158,7 +158,8 @@ class StepBuffer:
     ) -> None:
         if not is_integer(num_microbatches, lowest=1):
             raise PlanError(
-                f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
+                f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what "
+                "the schedule gets"
             )
         if data_iterator is not None and not hasattr(data_iterator, "__next__"):
             raise PlanError(

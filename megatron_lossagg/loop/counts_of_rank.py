@@ -53,7 +53,10 @@ def _sequences_of_rank(
     kind = "an evaluation" if forward_only else "a training step"
     given, fault = _of_first_rank(given, tp_group, kind=kind)
     if not is_integer(num_microbatches, lowest=1) and not fault:
-        fault = f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
+        fault = (
+            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
+            "schedule gets"
+        )
     if "active_tokens" not in given and not fault:
         fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
     if fault:

@@ -29,7 +29,7 @@ from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.integers import Ints
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import ID_KINDS
 
@@ -160,9 +160,9 @@ class Deferred:
         Raises:
             ContractError: On every rank, if one rank has a call that failed, if nothing was
                 trained, for a total that is no number above 0 or differs between ranks, if a
-                sample, prompt or group that the mode weighs by has sequences in two calls, and if
-                side losses would be divided by another number than N. On this rank only if it is
-                called twice.
+                sample, prompt or group that the mode, a term or a shadow weighs by has sequences
+                in two calls, and if side losses would be divided by another number than N. On this
+                rank only if it is called twice.
 
         One ``all_gather_object`` over the world, and the collectives of Megatron's finalize. With
         ``Options.record`` one all-gather over data- and context-parallel ranks.
@@ -202,6 +202,7 @@ class Deferred:
         if sent.fault or not plans:
             return sent
         try:
+            sent.modes = {one.aggregation.mode for plan in plans for one in plan.planned}
             sent.mode, of_calls = plans[0].aggregation.mode, [plan.counted_total for plan in plans]
             sent.counted = of_calls[0] if sent.mode == "token_sum" else math.fsum(of_calls)
             sent.active_tokens = sum(plan.totals.active_tokens or 0 for plan in plans)
@@ -243,6 +244,8 @@ class _Sent:
     """As passed."""
     mode: str = ""
     """Empty on a rank without plans."""
+    modes: set[str] = field(default_factory=set)
+    """This one, and those of terms and shadows."""
     counted: float = 0.0
     """The mode's total, of all calls."""
     active_tokens: int = 0
@@ -274,13 +277,15 @@ class _Found:
                 )
         known = next(one for one in sent if one.mode)
         shared = tuple(kind for kind in ID_KINDS if _is_shared(kind, sent))
-        matter = _kinds_of(known.mode, is_given=total is not None)
-        if wrong := [kind for kind in shared if kind in matter]:
-            return _Found(
-                fault=f"the same {wrong[0]} has sequences in two schedule calls of the deferred "
-                f"step, under {known.mode}, whose weights need all of them in one call: train a "
-                f"{wrong[0]} in one call, and pass ids of the whole step"
-            )
+        for mode in (known.mode, *sorted(set[str]().union(*(one.modes for one in sent)))):
+            # A term is divided by the step's total, so that its own matters to no weight.
+            matter = _kinds_of(mode, is_given=total is not None or mode != known.mode)
+            if wrong := [kind for kind in shared if kind in matter]:
+                return _Found(
+                    fault=f"the same {wrong[0]} has sequences in two schedule calls of the "
+                    f"deferred step, which reduces under {mode}, whose weights need all of them in "
+                    f"one call: train a {wrong[0]} in one call, and pass ids of the whole step"
+                )
         total = known.counted if total is None else float(total)
         return _Found(total=total or 1.0, active_tokens=known.active_tokens, shared=shared)
 
@@ -295,9 +300,12 @@ def _is_shared(kind: str, sent: list[_Sent]) -> bool:
 
 def _kinds_of(mode: str, *, is_given: bool) -> tuple[str, ...]:
     """Return the kinds of ids that must lie in one call; ``is_given``: whether the total is."""
-    of_total = {"prompts": ("prompt",), "active_tokens": (), "divisor": ()}
-    needs = of_total.get(str(MODES[mode].total), ("sample",))
-    return () if is_given and mode in _SUMS else (*needs, *MODES[mode].needs)
+    if mode == OWN_WEIGHTS:
+        return ID_KINDS
+    if is_given and mode in _SUMS:
+        return ()
+    is_of_samples = MODES[mode].total in ("samples", "length_power_sum")
+    return (*(("sample",) if is_of_samples else ()), *MODES[mode].needs)
 
 
 def _fault_of(total: object, num_calls: int) -> str:

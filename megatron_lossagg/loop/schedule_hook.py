@@ -47,6 +47,9 @@ class ScheduleHook:
     record.
     """
 
+    adds_evaluations = True
+    """Whether the framework adds both entries of a report over evaluation steps."""
+
     def __init__(
         self,
         aggregation: Aggregation | str | None,
@@ -177,6 +180,7 @@ class ScheduleHook:
             forward_only=forward_only or not trains,
             iteration=iteration,
         )
+        step.evaluates = forward_only and self.adds_evaluations
         if buffer is None:  # an earlier stage, which computes no loss
             with step:
                 return schedule(**call)

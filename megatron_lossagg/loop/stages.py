@@ -55,8 +55,10 @@ def _differing(of_ranks: Sequence[str]) -> str:
     other = next((rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]), None)
     if other is None:
         return ""
+    differing = set(of_ranks[0].split()) ^ set(of_ranks[other].split())
+    names = " and ".join(sorted({one.partition("=")[0] for one in differing}))
     return (
-        f"context-parallel ranks 0 and {other} pass different columns of the same sequences: pass "
+        f"context-parallel ranks 0 and {other} pass different {names} of the same sequences: pass "
         "equal ones on every rank of a context-parallel group"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -57,6 +57,8 @@ class MicrobatchLoss:
         self._step = step
         self._reducer = reducer
         self._shadows: dict[str, Tensor] = {}
+        self._others: list[Tensor] = []
+        """Partial losses of an evaluation under another aggregation than the step's."""
 
     @property
     def layout(self) -> Layout:
@@ -74,12 +76,10 @@ class MicrobatchLoss:
         """
         reducer = self._reducer if aggregation is None else self._reducer.under(aggregation)
         partial_loss = reducer(losses)
-        shadows = self._step.shadows
-        if (
-            shadows
-            and not self._shadows
-            and reducer.plan.aggregation == self._reducer.plan.aggregation
-        ):
+        if reducer.plan.aggregation != self._reducer.plan.aggregation:
+            if self._step.evaluates:
+                self._others.append(partial_loss)
+        elif self._step.shadows and not self._shadows:
             self._shadows = self._shadowed(losses)
         return partial_loss
 
@@ -104,10 +104,15 @@ class MicrobatchLoss:
 
         The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
-        ``[partial loss * M DP CP, 1]``; each mean a detached ``[sum, count]``. Adds
+        ``[partial loss, 1 / (M DP CP)]``; each mean a detached ``[sum, count]``. Adds
         ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
         weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
         no host sync.
+
+        In a ``forward_only`` step both entries of a report are times D, the total of the step's
+        mode (N, B, P or Z): added over evaluation steps they divide to the mode's loss over all
+        that was evaluated. D is 1 for a mode without a total, and for what :meth:`reduce` returned
+        under another aggregation: that is a mean over the steps, as under ``token_sum``.
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
         for a microbatch with tokens, if this is of another step, and if the loss needs no gradient
@@ -117,9 +122,9 @@ class MicrobatchLoss:
         check_coefficient(coefficient)
         report, means = report or {}, means or {}
         check_reported(report, means)
-        made = self._step._outputs(loss, self._reducer, report, means, coefficient)
-        if self._shadows:
-            made[2].update(shadow_reports(self._shadows, self._step.scaling))
+        others = [name for name, value in report.items() if self._is_other(value)]
+        made = self._step._outputs(loss, self._reducer, report, means, coefficient, others)
+        made[2].update(self._shadow_reports(self._shadows))
         return made
 
     @_untraced
@@ -130,7 +135,19 @@ class MicrobatchLoss:
         """
         shadows = self._shadowed(losses)
         self._step._note_shadows(self._reducer, losses, shadows)
-        return shadow_reports(shadows, self._step.scaling)
+        return self._shadow_reports(shadows)
+
+    def _is_other(self, value: object) -> bool:
+        """Whether it is a partial loss under another aggregation, detached or not."""
+        return isinstance(value, Tensor) and any(
+            value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            for other in self._others
+        )
+
+    def _shadow_reports(self, shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        plan, modes = self._reducer.plan, self._step.shadows
+        totals = {name: self._step.total_of(plan.under(modes[name])) for name in shadows}
+        return shadow_reports(shadows, totals, self._step.scaling)
 
     def _shadowed(self, losses: Tensor) -> dict[str, Tensor]:
         """Sum the losses under each shadow's mode."""
@@ -165,6 +182,8 @@ class Step:
         self.num_microbatches = num_microbatches
         """M of this schedule call."""
         self.forward_only = forward_only
+        self.evaluates = forward_only
+        """Whether its reports add up over steps; not if it only shadows what is trained."""
         self.is_finished = False
         self.has_passed = False
         """Whether it has finished, with nothing wrong."""
@@ -260,7 +279,7 @@ class Step:
 
     @property
     def own_numbers(self) -> str:
-        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
         return "" if self._plan is None else self._plan.sequences.own
 
     @property
@@ -325,6 +344,7 @@ class Step:
         report: Mapping[str, Tensor],
         means: Means,
         coefficient: float,
+        others: Collection[str],
     ) -> Outputs:
         """Make what loss_func returns; see :meth:`MicrobatchLoss.outputs`."""
         if self.is_finished:
@@ -344,7 +364,20 @@ class Step:
             if self._recorder is not None:
                 is_first = self._tracker.num_calls == 1 and not self.scaling.is_deferred
                 self._recorder.add(reducer, is_first=is_first)
-        return outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
+        return outputs(
+            loss,
+            reducer,
+            self.scaling,
+            cp_rank=cp_rank,
+            report=report,
+            means=means,
+            total=self.total_of(reducer.plan),
+            without_total=others,
+        )
+
+    def total_of(self, plan: StepPlan) -> float:
+        """D: what both entries of a report under a plan are times; 1 in a training step."""
+        return plan.counted_total if self.evaluates else 1.0
 
     def _detached(self, loss: Tensor) -> Tensor:
         """Detach an evaluation's loss; a schedule that trains it is refused when it finalizes."""

@@ -126,9 +126,13 @@ class Aggregation:
 
     @property
     def total(self) -> tuple[object, ...]:
-        """The mode's :attr:`Mode.total` and how it is counted: equal if one number is both's."""
-        own = (self.count, self.count_empty, self.count_left_out, self.exponent)
-        return (MODES[self.mode].total, *own)
+        """The mode's :attr:`Mode.total` and what it follows from: equal if one number is both's."""
+        name = MODES[self.mode].total
+        if name == "divisor":
+            return (name, self.divisor or 1.0)
+        # B and P have every sample and prompt, V and Q those of which something is counted.
+        has_all = name in ("samples", "prompts") and self.count_empty
+        return (name, self.count_left_out, None if has_all else self.count, self.exponent)
 
     def reads(self, ids: Ids) -> bool:
         """Whether weights may depend on ids of a kind; a user's own may on each."""
@@ -139,8 +143,10 @@ class Aggregation:
         own = self.weights_function
         path = self.reducer_path if own is None else own.path
         name = self.mode if path is None else f"{self.mode} {path}"
-        counts = "" if self.count == "mask" else f", which counts {COUNTS[self.count]}"
-        return f"{name}: w_s = {self.formula}{counts}"
+        counts = [] if self.count == "mask" else [COUNTS[self.count]]
+        counts += ["sequences that are left out"] if self.count_left_out else []
+        which = f", which counts {' and '.join(counts)}" if counts else ""
+        return f"{name}: w_s = {self.formula}{which}"
 
 
 def require_mask_count(aggregation: Aggregation, framework: str) -> None:
@@ -163,7 +169,8 @@ def parsed_aggregation(spelling: str) -> Aggregation:
     if not colon or spelling in ALIASES:
         name, number = spelling, ""
     elif name not in MODES and name not in ALIASES:
-        raise unknown_name("name", spelling)
+        is_number = number.replace(".", "", 1).isdecimal()
+        raise unknown_name("name", name if is_number else spelling)
     mode = MODES[alias_of(name).mode]
     takes = "exponent" if mode.has_exponent else "divisor"
     if mode.name in (CUSTOM, OWN_WEIGHTS):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 
-_COMMON = {
-    "seqmeantokenmean": "sample_mean",
-    "seqmeantokensum": "sample_sum",
-    "seqmeantokensumnorm": "constant",
-    "sequencemean": "sample_mean",
-}
-"""Common names of modes, without punctuation: suggested, never accepted."""
 _NO_MODE = {
     "dapo": "names two losses: token_mean, over all tokens of the step, as frameworks do under "
     "this name, and prompt_mean, over the tokens of each prompt's group, as the paper's formula "
@@ -32,6 +27,10 @@ _NO_MODE = {
     "token_mean",
 }
 """Names, without punctuation, that have no single mode."""
+_OF_PAIRS = ("dpo", "ipo", "orpo", "simpo", "cpo", "rpo", "slic", "rewardmodel")
+"""Names, without punctuation, of losses of a pair of sequences, whatever system names them."""
+_ABBREVIATION = 6
+"""The most letters of a name in which a different letter makes a different paper's name."""
 
 
 @dataclass(frozen=True)
@@ -160,40 +159,81 @@ def alias_of(name: object) -> Alias:
 
 
 def unknown_name(what: str, name: str) -> AggregationError:
-    """Make the error of a name that means no mode, with the names that are near.
+    """Make the error of a name that means no mode, with the name that it may be meant to be.
 
-    No loss of one system is suggested for a name of another: equal names have other formulas.
+    What is suggested is a misspelling of the same system's name, and never a different loss: equal
+    names have other formulas elsewhere, and near ones are other papers'.
     """
     if _letters(name) in _NO_MODE:
         return AggregationError(f"{name!r} {_NO_MODE[_letters(name)]}. Name the mode")
-    system, colon, _ = name.lower().partition(":")
-    if colon and system not in _systems():
+    system, _, of_system = name.lower().rpartition(":")
+    if _letters(of_system) in _OF_PAIRS:
+        return AggregationError(
+            f"{name!r} is a loss of pairs and no aggregation: examples/pairs.py shows how a "
+            "loop of your own trains one"
+        )
+    if system and system not in _systems():
         return AggregationError(
             f"unknown system in {name!r}, expected one of {', '.join(_systems())}: look up its "
             f"formula in its code, and name the mode. {_known_names()}"
         )
-    return AggregationError(f"unknown {what} {name!r}{_nearest(name)} {_known_names()}")
+    own = [other for other in [*MODES, *ALIASES] if other.rpartition(":")[0] == system]
+    near = [other for other in own if _letters(other) == _letters(name)]
+    near = near or [other for other in own if _is_misspelt(name, other)]
+    if near:
+        answer = f": did you mean {' or '.join(map(repr, near))}?"
+    elif in_full := _in_full(system, of_system):
+        answer = f", in full {in_full}."
+    elif system:
+        answer = ": look up its formula in its code, and name the mode."
+    else:
+        answer = "."
+    return AggregationError(f"unknown {what} {name!r}{answer} {_known_names()}")
 
 
 def _systems() -> list[str]:
     return sorted({name.partition(":")[0] for name in ALIASES if ":" in name})
 
 
-def _nearest(name: str) -> str:
-    """Suggest names: other spellings, the systems that have it, close spellings of its own kind."""
-    system, colon, _ = name.lower().partition(":")
-    letters = _letters(name)
-    names = [other for other in [*MODES, *ALIASES] if _letters(other) == letters]
-    if not names and not colon:
-        names = [other for other in ALIASES if _letters(other.partition(":")[2]) == letters]
-    if not names and letters in _COMMON:
-        names = [_COMMON[letters]]
-    if not names and colon:
-        names = [other for other in ALIASES if other.startswith(f"{system}:")]
-    if not names:
-        papers = [other for other in ALIASES if ":" not in other]
-        names = difflib.get_close_matches(name.lower(), [*MODES, *papers], n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(map(repr, names))}?" if names else "."
+def _in_full(system: str, setting: str) -> str:
+    """List the names of a system, or of each if it is empty, that a setting has, with their modes:
+    itself, and with each of its values.
+    """
+    found = []
+    for name, alias in ALIASES.items():
+        of, colon, other = name.partition(":")
+        names = map(_letters, (other, other.partition("=")[0]))
+        if colon and system in ("", of) and _letters(setting) in names:
+            empty = "" if alias.count_empty else ", count_empty=False"
+            found.append(f"{name!r} ({alias.mode}{empty})")
+    return " or ".join(found)
+
+
+def _is_misspelt(name: str, real: str) -> bool:
+    """Tell whether each word of a name is a word of the real one but for one letter, or two that
+    are swapped; in an abbreviation two that are swapped: ``dpo`` and ``orpo`` are not ``grpo``.
+    """
+    words, right = (re.findall("[a-z0-9]+", n.lower().rpartition(":")[2]) for n in (name, real))
+    if len(words) != len(right):
+        words, right = ["".join(words)], ["".join(right)]
+    is_abbreviation = len("".join(right)) <= _ABBREVIATION
+    return all(
+        _is_swapped(*rest) or (len(max(rest, key=len)) < 2 and not is_abbreviation)
+        for rest in map(_apart, words, right)
+        if any(rest)
+    )
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Return what is left of two words without the beginning and the end that they share."""
+    begun = sum(takewhile(bool, map(eq, one, other)))
+    one, other = one[begun:], other[begun:]
+    ended = sum(takewhile(bool, map(eq, one[::-1], other[::-1])))
+    return one[: len(one) - ended], other[: len(other) - ended]
+
+
+def _is_swapped(one: str, other: str) -> bool:
+    return len(one) == 2 and one == other[::-1]
 
 
 def _letters(name: str) -> str:

@@ -116,8 +116,12 @@ class Sequences:
             for kind, given in ids.items()
         }
         m = self.num_microbatches
-        if m is not None and not is_integer(m, highest=MOST_TOKENS):
-            raise PlanError(f"got num_microbatches {m!r}, expected an integer from 0 to 2^53")
+        least_m = min(len(n_S), 1)  # sequences lie in one microbatch or more
+        if m is not None and not is_integer(m, lowest=least_m, highest=MOST_TOKENS):
+            raise PlanError(
+                f"got num_microbatches {m!r}, expected an integer from "
+                f"{least_m} to 2^53: pass what the schedule gets"
+            )
         microbatch_S = None
         if self.microbatch is not None:
             microbatch_S = _integers("microbatch", self.microbatch, len(n_S))
@@ -174,10 +178,11 @@ class CheckedSequences:
 
     @property
     def own(self) -> str:
-        """What context-parallel ranks must pass alike and no count shows, as a hash."""
+        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
         columns = [f"{name} {one.tobytes().hex()}" for name, one in self.columns.items()]
-        columns += [] if self.left_out is None else [self.left_out.tobytes().hex()]
-        return str(hashed(" ".join(columns))) if columns else ""
+        left_out = "" if self.left_out is None else self.left_out.tobytes().hex()
+        given = {"columns": " ".join(columns), "left_out": left_out}
+        return " ".join(f"{name}={hashed(text)}" for name, text in given.items() if text)
 
     @cached_property
     def kept(self) -> CheckedSequences:

@@ -91,10 +91,14 @@ class StepWeights:
         """The counts that the weights are over: :attr:`counts` with :attr:`total` in its place."""
         return self.counts if self.total is None else self.counts.with_total(self.total)
 
-    @property
+    @cached_property
     def counted_total(self) -> float:
-        """What the plan counts for the mode's :attr:`Mode.total`; raises :class:`PlanError`."""
-        return float(getattr(self.counts, str(MODES[self.aggregation.mode].total)))
+        """What the plan counts for the mode's :attr:`Mode.total`, 1 if it has none.
+
+        Raises :class:`PlanError` if it is not known.
+        """
+        total = MODES[self.aggregation.mode].total
+        return 1.0 if total is None else float(getattr(self.counts, total))
 
     @property
     def counted_S(self) -> Ints | Floats:
@@ -146,6 +150,12 @@ class StepWeights:
         """
         total = weight_sum(self)
         return None if total is None else total / self.num_calls
+
+    @property
+    def planned(self: _Weights) -> list[_Weights]:
+        """This plan, and each under another aggregation: of terms, of shadows, of their terms."""
+        others = list(self._under.values())
+        return [self, *(one for other in others for one in other.planned)]
 
     def under(self: _Weights, aggregation: Aggregation | str) -> _Weights:
         """Plan the same step under a different aggregation, without a collective; made once.

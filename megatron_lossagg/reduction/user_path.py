@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from megatron_lossagg.errors import ReducerPathError
+from megatron_lossagg.errors import ReducerPathError, meant
 
 
 def resolved(path: str, name: str, signature: str) -> Any:
@@ -18,8 +18,11 @@ def resolved(path: str, name: str, signature: str) -> Any:
     try:
         found: object = pkgutil.resolve_name(path)
     except Exception as error:  # a module may fail to import with anything
+        near = ""
+        if isinstance(error, AttributeError) and error.name is not None:
+            near = meant(error.name, dir(error.obj))
         raise ReducerPathError(
-            f"{name} {path!r} raised {error!r}: {expected}, and install its module on every "
+            f"{name} {path!r} raised {error!r}{near}: {expected}, and install its module on every "
             "node or put it on PYTHONPATH"
         ) from error
     if not callable(found):

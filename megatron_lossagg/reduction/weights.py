@@ -111,6 +111,16 @@ def _check_size(plan: StepWeights, weights: Floats) -> None:
         )
 
 
+SAME_SUMS = 1e-9
+"""By how much, relatively, sums of the same weights may differ between ranks."""
+
+
+def sums_of(weights: Floats) -> list[float]:
+    """Return two sums, by which ranks compare weights that may differ by rounding."""
+    drawn = np.random.default_rng(0).random(len(weights))
+    return [math.fsum(weights), math.fsum(weights * drawn)]
+
+
 def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     """Refuse own weights that are not the same on all ranks; raises :class:`PlanError` on all.
 
@@ -120,9 +130,7 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     fault: LossAggregationError | None = None
     sums = [0.0, 0.0]
     try:
-        weight_A = plan.weight_A
-        drawn_A = np.random.default_rng(0).random(len(weight_A))  # two sums tell any weights apart
-        sums = [math.fsum(weight_A), math.fsum(weight_A * drawn_A)]
+        sums = sums_of(plan.weight_A)
     except LossAggregationError as error:
         fault = error
     own = np.array([fault is not None, *sums], dtype=np.float64).view(np.int64)
@@ -133,7 +141,8 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
         for rank, text in enumerate(exchange.messages("" if fault is None else str(fault))):
             if text:
                 raise PlanError(f"{exchange.name(rank)}: {text}") from fault
-    is_other_W = ~np.isclose(of_ranks[:, 1:], of_ranks[0, 1:], rtol=1e-9, atol=0).all(axis=1)
+    sums_W2 = of_ranks[:, 1:]
+    is_other_W = ~np.isclose(sums_W2, sums_W2[0], rtol=SAME_SUMS, atol=0).all(axis=1)
     if is_other_W.any():
         raise PlanError(
             f"{plan.aggregation}: {exchange.name(int(is_other_W.argmax()))} computes other weights "

@@ -49,8 +49,9 @@ def main(job: str, events: str) -> None:
 
 def _did(event: Event) -> str:
     """Say what a rank has done when it has this event."""
-    if event.get("event") == "layout":
-        return f"finished {event['layout']}"
+    did = {"begin": "began", "layout": "finished"}
+    if event.get("event") in did:
+        return f"{did[event['event']]} {event['layout']}"
     return {"start": "joined the others", "end": "finished"}.get(event.get("event", ""), "went on")
 
 

@@ -5,6 +5,7 @@ A package that is installed and cannot be imported ends the ranks, whose error n
 
 from __future__ import annotations
 
+import os
 import platform
 import runpy
 import subprocess
@@ -15,6 +16,11 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_lossagg.verify.text import number_of
+
+GB_OF_A_RANK = 0.3
+"""Memory of a rank on a CPU: the largest proportional set size of 12 (``/proc/*/smaps_rollup``)."""
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _OPTIONAL = {
     "transformer-engine": "transformer_engine",
     "apex": "apex",  # NVIDIA's; an unrelated project on PyPI has its name
@@ -76,6 +82,41 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def crowding(ranks: int) -> list[str]:
+    """Say that ranks are more than the cores, or need more memory, than this process may use."""
+    said, cores, free = [], _num_cores(), _free_gb()
+    if ranks > cores:
+        said.append(f"{ranks} ranks share {number_of(cores, 'core')}: they wait for each other")
+    if ranks * GB_OF_A_RANK > free:
+        said.append(
+            f"{ranks} ranks need about {ranks * GB_OF_A_RANK:.1f} GB of memory, and {free:.1f} GB "
+            "are free: the kernel may kill some; give smaller sizes"
+        )
+    return said
+
+
+def _num_cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota, period = (*_read(_CGROUP / "cpu.max"), "max", "")[:2]  # of a container
+    return min(cores or 1, max(1, int(quota) // int(period))) if quota.isdecimal() else cores or 1
+
+
+def _free_gb() -> float:
+    """Return what is available, or a container's limit if that is less; infinity if unknown."""
+    words = _read(_MEMINFO)
+    limits = _read(_CGROUP / "memory.max")
+    if "MemAvailable:" in words:
+        limits.append(f"{words[words.index('MemAvailable:') + 1]}000")
+    return min([float(limit) / 1e9 for limit in limits if limit.isdecimal()], default=float("inf"))
+
+
+def _read(file: Path) -> list[str]:
+    """Return the words of a file; none if it is not there."""
+    with suppress(OSError):
+        return file.read_text().split()
+    return []
 
 
 def gpu_variables(rank: int, num_ranks: int, gpus: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -21,10 +22,14 @@ from typing import Any
 import megatron_lossagg
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.cpu.launch import launch, run_alone
+from megatron_lossagg.errors import say
 from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.environment import crowding
 from megatron_lossagg.verify.parallelism import Parallelism
 
 Event = dict[str, Any]
+_ROOT_CAUSE = re.compile(r"^Root Cause .*?rank +: (\d+) .*?exitcode +: -(\d+)", re.DOTALL | re.M)
+"""Of torch's launcher, if a signal ended the first rank that did not end well."""
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -53,8 +58,8 @@ class Job:
     def run(self) -> Iterator[Event]:
         """Run it on this rank of a launcher; every rank gets the same events, ready for JSON.
 
-        ``start`` with Megatron-Core's version, device, backend and hosts; ``layout`` with its
-        verdicts and groups; ``end``, after which the rank waits for the others.
+        ``start`` with Megatron-Core's version, device, backend and hosts; ``begin`` of a layout;
+        ``layout`` with its verdicts and groups; ``end``, after which the rank waits for the others.
         Installs the CPU stand-ins if there is no CUDA: call it before Megatron-Core is imported.
         """
         import torch
@@ -97,9 +102,12 @@ def launched(
     """Run a job on processes of this machine; ``take`` gets each event of the first one.
 
     ``processes``: ranks; None for one process that is no rank. ``gpus``: how many GPUs the ranks
-    take, several ranks on one if there are more ranks; 0 for the CPU. Raises
-    :class:`RanksTimedOut` after ``timeout`` seconds, when all have been ended.
+    take, several ranks on one if there are more ranks; 0 for the CPU. Says first if there are more
+    ranks than cores, or than memory allows. Raises :class:`RanksTimedOut` after ``timeout``
+    seconds, when all have been ended.
     """
+    for line in crowding(processes or 1):
+        say(line)
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
@@ -126,6 +134,27 @@ def launched(
         finally:
             ended.set()
             follower.join()
+
+
+def failure_of(done: CompletedProcess[str]) -> str:
+    """Say why launched ranks ended: what a rank raised, or which signal ended one; empty if none
+    failed.
+    """
+    if not done.returncode:
+        return ""
+    who, number = "The launcher", -done.returncode
+    if cause := _ROOT_CAUSE.search(done.stderr):
+        who, number = f"Rank {cause[1]}", int(cause[2])
+    if number == signal.SIGKILL:
+        return (
+            f"{who} was killed (SIGKILL) and raised no error. The kernel does it if memory runs "
+            "out, and dmesg then names the process: start fewer ranks, or free memory"
+        )
+    if number > 0:
+        what = f"{who} was ended by {signal.Signals(number).name} and raised no error"
+    else:
+        what = "A rank failed"
+    return first_failure(what, done.stderr or f"exit status {done.returncode}")
 
 
 def first_failure(what: str, printed: str) -> str:

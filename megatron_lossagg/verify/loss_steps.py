@@ -31,7 +31,7 @@ from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.reduction.user_path import resolved
 from megatron_lossagg.verify.job import Event
-from megatron_lossagg.verify.own_loss import LossCase, LossJob, checked_batch, trained
+from megatron_lossagg.verify.own_loss import SIGNATURE, LossCase, LossJob, checked_batch, trained
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.small_gpt import config_of, run_schedule
 from megatron_lossagg.verify.step_data import LENGTHS
@@ -41,13 +41,12 @@ from megatron_lossagg.weigh.ratios import equal_products
 from megatron_lossagg.weigh.weighing import Weighing
 
 _BY_TOKEN, _BY_SAMPLE, _AS_IT_IS = "token_mean", "sample_mean", "weights"
-_SIGNATURE = "loss_func(microbatch, output)"
 
 
 def run_loss_job(job: LossJob) -> Iterator[Event]:
     """Run a check on this rank, as :meth:`LossJob.run` says."""
     store, rank, _ = next(rendezvous("env://"))
-    loss_func = resolved(job.path, "loss_func", _SIGNATURE)
+    loss_func = resolved(job.path, "loss_func", SIGNATURE)
     if rank == 0:
         store.set("batch", pickle.dumps(_batch_of(job)))
     sequences = pickle.loads(store.get("batch"))

@@ -14,12 +14,18 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS, LossScaling
-from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.job import Event, RanksTimedOut, first_failure, launched
+from megatron_lossagg.errors import ProofError, ReducerPathError
+from megatron_lossagg.reduction.user_path import resolved
+from megatron_lossagg.verify.job import (
+    Event,
+    RanksTimedOut,
+    failure_of,
+    first_failure,
+    launched,
+)
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.text import number_of
 from megatron_lossagg.weigh.compare import TOLERANCE
@@ -36,6 +42,7 @@ SPLITS: tuple[dict[str, Any], ...] = (
     {"microbatches": 3, "dp": 2, "cp": 2, "packing": "bshd"},
 )
 """M, DP, CP and packing, each by itself, and together."""
+SIGNATURE = "loss_func(microbatch, output)"
 TIMEOUT = 300.0
 _LARGEST = 1000
 """The largest k for which a factor is written as 1/k."""
@@ -91,12 +98,24 @@ class LossCheck:
         """Whether every case trains what one process trains in one microbatch."""
         return bool(self.cases) and not self.failure and all(case.passed for case in self.cases)
 
+    @property
+    def _right_in_one_scaling(self) -> LossScaling | None:
+        """The loss scaling whose cases pass, if others' do not: what the loss is written for."""
+        wrong = {case.loss_scaling for case in self.cases if not case.passed}
+        right = {case.loss_scaling for case in self.cases} - wrong
+        return right.pop() if wrong and len(right) == 1 and not self.failure else None
+
     def __str__(self) -> str:
         """Return the report."""
         right = sum(case.passed for case in self.cases)
         result = f"{'PASS' if self.passed else 'FAIL'}: {self.loss_func} trains what one process "
         result += f"trains in {right} of {number_of(len(self.cases), 'case')}"
+        if not self.cases:
+            result = f"FAIL: {self.loss_func} was not measured"
         lines = [textwrap.fill(result, 80)]
+        if only := self._right_in_one_scaling:
+            run = f"{'with' if only == 'per_token' else 'without'} --calculate-per-token-loss"
+            lines.append(f"It is right {run} only (--loss-scaling {only})")
         for loss_scaling, mode in self.references.items():
             trains = f", which trains {mode}" if mode else ""
             relative = f"{loss_scaling}: relative to one process, one microbatch{trains}"
@@ -114,7 +133,8 @@ class LossJob:
 
     path: str
     batch: Any
-    """Sequences, the path of a function that returns them, or None for those built in."""
+    """Sequences, the path of a function that returns them if only ranks can import it, or None for
+    those built in."""
     splits: Sequence[Parallelism]
     loss_scalings: Sequence[LossScaling]
     import_from: Sequence[str] = field(repr=False)
@@ -180,7 +200,7 @@ def check_loss(
         ProofError: Wrong arguments.
 
     Examples:
-        ``assert check.passed, check`` is the whole of a test. What a batch has to have:
+        ``assert check.passed, str(check)`` is the whole of a test. What a batch has to have:
 
         >>> sequences = [{"loss_mask": [1, 1, 0], "advantage": 0.5}] * 5
         >>> try:
@@ -192,8 +212,8 @@ def check_loss(
     scalings = _checked_scalings(loss_scaling)
     layouts = _checked_splits(splits)
     job = LossJob(
+        batch=_batch_of(batch, layouts),
         path=_path_of(loss_func),
-        batch=batch if batch is None or isinstance(batch, str) else checked_batch(batch, layouts),
         splits=layouts,
         loss_scalings=scalings,
         import_from=list(sys.path),
@@ -210,8 +230,7 @@ def check_loss(
 
     try:
         done = launched(job, take, processes=job.world_size, timeout=timeout)
-        if done.returncode:
-            failure = first_failure("A rank failed", done.stderr)
+        failure = failure_of(done)
     except RanksTimedOut as expired:
         what = "\n".join([f"The ranks did not finish in {timeout:g} s", *expired.last])
         failure = first_failure(what, str(expired.stderr))
@@ -290,17 +309,7 @@ def _checked_split(given: Mapping[str, Any]) -> Parallelism:
 
 def _path_of(loss_func: Any) -> str:
     if isinstance(loss_func, str):
-        module, _, name = loss_func.partition(":")
-        try:
-            is_loaded = module in sys.modules
-            is_found = bool(name) and (is_loaded or find_spec(module) is not None)
-        except (ImportError, ValueError):
-            is_found = False
-        if not is_found:
-            raise ProofError(
-                f"loss_func: got {loss_func!r}, expected pkg.mod:name of a module that is found "
-                "from here: correct it, or set PYTHONPATH"
-            )
+        _found(loss_func, "loss_func", SIGNATURE)
         return loss_func
     module, name = getattr(loss_func, "__module__", ""), getattr(loss_func, "__qualname__", "")
     if module in ("", "__main__") or not name.isidentifier():
@@ -309,6 +318,32 @@ def _path_of(loss_func: Any) -> str:
             "can import: define it there, or pass pkg.mod:name"
         )
     return f"{module}:{name}"
+
+
+def _batch_of(batch: Any, splits: Sequence[Parallelism]) -> Any:
+    """Call the function of a path here, before any rank starts, if its module can be imported."""
+    made = batch
+    if isinstance(batch, str):
+        function = _found(batch, "batch", "batch()")
+        if function is None:
+            return batch
+        try:
+            made = function()
+        except Exception as error:  # of the user's code: any
+            raise ProofError(f"batch {batch!r} raised {error!r}") from error
+    return None if batch is None else checked_batch(made, splits)
+
+
+def _found(path: str, name: str, signature: str) -> Any:
+    """Import what is at a path; None if its module can be imported by the ranks at most, which have
+    stand-ins for CUDA.
+    """
+    try:
+        return resolved(path, name, signature)
+    except ReducerPathError as error:
+        if isinstance(error.__cause__, RuntimeError | AssertionError):  # as torch without CUDA
+            return None
+        raise ProofError(str(error)) from error
 
 
 def trained(factors: Mapping[str, float]) -> str:

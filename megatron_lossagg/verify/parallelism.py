@@ -187,11 +187,6 @@ class Parallelism:
         return [m] * self.dp if isinstance(m, int) else list(m)
 
     @property
-    def one_m(self) -> bool:
-        """Whether M is the same on every rank."""
-        return len(set(self.m_of_ranks)) == 1
-
-    @property
     def dp_cp(self) -> int:
         """Number of ranks whose gradients are reduced together."""
         return self.dp * self.cp
@@ -268,7 +263,8 @@ class Parallelism:
             options.append(self.packing)
         if self.cp_partition != "zigzag":
             options.append(self.cp_partition)
-        m = "+".join(map(str, self.m_of_ranks if not self.one_m else self.m_of_ranks[:1]))
+        ms = self.m_of_ranks
+        m = "+".join(map(str, ms if len(set(ms)) > 1 else ms[:1]))
         return ", ".join([" x ".join(sizes or ["DP 1"]), f"M {m}", *options])
 
 

@@ -53,9 +53,8 @@ class Verdict:
     gradient_error: float
     """Largest over all parameters of norm(g - g_reference), relative to norm(g_reference) or, where
     its terms cancel, to the root of the sum over tokens of their squared norms."""
-    loss_error: float | None
-    """Relative error of the reported loss, likewise, of training and of a forward-only call; None
-    if ranks have different M, because reported values assume one M."""
+    loss_error: float
+    """Relative error of the reported loss, likewise, of training and of a forward-only call."""
     weights_error: float | None
     """Largest relative error, over sequences, of the weights that arrived at the losses, as they
     are weighed; None under the hook."""
@@ -84,8 +83,8 @@ class Verdict:
 
     @property
     def loss_is_right(self) -> bool:
-        """Whether the reported loss is the configured one, if it is defined."""
-        return self.loss_error is None or self.loss_error < self.tolerance
+        """Whether the reported loss is the configured one."""
+        return self.loss_error < self.tolerance
 
     @property
     def tolerance_of_causes(self) -> float:
@@ -95,7 +94,7 @@ class Verdict:
     @property
     def is_finite(self) -> bool:
         """Whether no NaN or inf reached gradient or reported loss."""
-        return math.isfinite(max(self.gradient_error, self.loss_error or 0.0))
+        return math.isfinite(max(self.gradient_error, self.loss_error))
 
 
 def run_job(job: Job) -> Iterator[Event]:
@@ -115,6 +114,7 @@ def run_job(job: Job) -> Iterator[Event]:
         if key not in wanted:
             assignment = assign_sequences(reference.sequences, layout.m_of_ranks)
             wanted[key] = [expected(case, reference, assignment) for case in job.cases]
+        yield {"event": "begin", "layout": str(layout)}
         yield _proven(layout, job, reference, wanted[key], world.hosts)
         gc.collect()  # of the models, which hold the layout's groups
     yield {"event": "end"}
@@ -160,7 +160,7 @@ def _proven(
             evaluated: set[str] = set()
             for case, wanted in zip(job.cases, wanted_of_cases, strict=True):
                 steps = [run.train(case)]
-                if layout.one_m and case.aggregation.count not in evaluated:
+                if case.aggregation.count not in evaluated:
                     evaluated.add(case.aggregation.count)
                     steps.append(run.evaluate(case))
                 verdict = _verdict(run, case, wanted, steps)
@@ -186,20 +186,18 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
     (gradient_error,), factor = run.compared(
         measured, wanted.slope_Y[None], wanted.gradient_P[None]
     )
-    loss_error = weight_sum_error = None
-    if run.parallelism.one_m:
-        sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
-        terms = run.reference.size_of_loss_terms(wanted.slope_Y)
-        loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss, terms) for s in steps)
-        weight_sum_error = max(
-            (
-                relative(s.worst(name, right), right)
-                for s in steps
-                for name, right in sums.items()
-                if right is not None
-            ),
-            default=None,
-        )
+    sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
+    terms = run.reference.size_of_loss_terms(wanted.slope_Y)
+    loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss, terms) for s in steps)
+    weight_sum_error = max(
+        (
+            relative(s.worst(name, right), right)
+            for s in steps
+            for name, right in sums.items()
+            if right is not None
+        ),
+        default=None,
+    )
     return Verdict(
         layout=str(run.parallelism),
         case=str(case),
@@ -253,10 +251,7 @@ def _explain(done: Sequence[_Done]) -> None:
         agree = [
             name
             for name, error in zip(likely, errors, strict=True)
-            if error < tolerance
-            and (
-                verdict.loss_error is None or relative(loss, predicted[name][1], terms) < tolerance
-            )
+            if error < tolerance and relative(loss, predicted[name][1], terms) < tolerance
         ]
         box = [agree]  # rank 0's: all ranks continue with the same causes
         dist.broadcast_object_list(box, src=0, device=device())

@@ -143,7 +143,8 @@ class Weighed:
         if self.factor is not None:
             return f"trains {self.factor:.6g} times {self.nearest}"
         low, high = self.modes[self.nearest]
-        return f"trains no mode; nearest is {self.nearest}, off by {low:.4g} to {high:.4g}"
+        at = f"{low:.4g} to {high:.4g} times its weights"
+        return f"trains no mode; nearest is {self.nearest}, {at}"
 
     @property
     def tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,41 @@ def test_the_picture_has_a_bar_for_each_number():
     for bars in below.containers:
         heights = [bar.get_height() for bar in bars]
         assert heights == pytest.approx((100 * found.buckets[bars.get_label()]).tolist())
+
+
+FEW = {
+    "lengths that grow": [2, 3, 3, 10**6],
+    "two long ones": [1, 131072, 131072],
+    "large numbers": [10**9 + 5, 10**9 + 90, 10**9],
+    "seven buckets": [60, 90, 200, 9000],
+    "equal ones": [9000] * 3,
+    "one": [7],
+    "two": [3, 5],
+    "eight": [512, 300, 4096, 12, 900, 1500, 77, 2048],
+}
+
+
+@pytest.mark.parametrize("unit", ["token", "character"])
+@pytest.mark.parametrize("lengths", FEW.values(), ids=FEW)
+def test_no_label_of_the_picture_lies_on_another_or_outside(lengths, unit):
+    steps = (step(lengths, [number // 2 for number in range(len(lengths))]),)
+    figure = figure_of(shares_of(Rollouts(steps=steps, unit=unit, notes=()), EXPONENT))
+    figure.draw_without_rendering()
+    labels = [*figure.texts, figure._suptitle]
+    for axes in figure.axes:
+        low, high = axes.get_ylim()
+        labels += [axes.xaxis.label, axes.yaxis.label, axes._left_title, *axes.texts]
+        labels += [tick.label1 for tick in axes.xaxis.get_major_ticks()]
+        ticks = axes.yaxis.get_major_ticks()
+        labels += [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
+        labels += axes.get_legend().get_texts() if axes.get_legend() else []
+    labels = {label for label in labels if label.get_visible() and label.get_text().strip()}
+    boxes = [(label.get_text(), label.get_window_extent()) for label in labels]
+    assert len(boxes) > 4 * len(figure.axes[1].get_xticks())
+    on_another = [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if one.overlaps(other)]
+    assert not on_another
+    outside = [text for text, box in boxes if box.x0 < 0 or box.x1 > figure.bbox.x1 or box.y0 < 0]
+    assert not outside
 
 
 def test_file_names_are_escaped_in_the_page():

@@ -92,7 +92,7 @@ def test_a_command_needs_neither_rights_nor_a_home_nor_a_locale(poor, command, p
     done = lossagg(command, poor)
     assert done.returncode == 0, done.stderr
     assert printed in done.stdout
-    assert done.stdout.isascii()
+    assert done.stdout.replace(sys.prefix, "").replace(str(ROOT), "").isascii()
 
 
 @pytest.mark.parametrize(

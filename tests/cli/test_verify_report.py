@@ -1,6 +1,8 @@
 """What ``lossagg verify`` reports: one result, and Markdown that is complete, true and escaped."""
 
 import math
+import re
+import sys
 
 import pytest
 from html_reader import Reader
@@ -11,6 +13,7 @@ from megatron_lossagg.cli.verify_markdown import markdown
 from megatron_lossagg.cli.verify_report import finite, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.verify.cases import CASES as VERIFIED
 from megatron_lossagg.verify.cases import MASK_CASES
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.job import Job
@@ -107,14 +110,12 @@ def test_every_verdict_has_a_line_with_its_numbers_which_do_not_wrap():
 
 
 def test_an_error_that_is_not_defined_is_a_dash_and_not_called_infinite():
-    uneven = verdict(loss_error=None, weight_sum_error=None)  # ranks of different M
     own = {"formula": MODES["custom"].formula, "weight_sum_error": None}
     hooked = verdict(weights_error=None)
-    cases = [uneven, verdict(**own), failed(**own), failed(loss_error=None), hooked]
+    cases = [verdict(**own), failed(**own), failed(loss_error=None), hooked]
     ends = [line[-3:] for line in read(report(cases)).lines[len(LAYOUTS) : -6]]
     weights, sums = "2.0e\u201116", "5.6e\u201108"
     assert ends == [
-        ["-", weights, "-"],
         ["0", weights, "-"],
         ["0", weights, "-"],
         ["not finite", weights, sums],
@@ -142,9 +143,9 @@ def framework_of(*checks):
     return {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
 
 
-def with_checks(state, *checks, **changes):
+def with_checks(state, *checks, verdicts=None, **changes):
     framework = framework_of(*checks)
-    return report(framework=framework, state=state, passed=state == "PASS", **changes)
+    return report(verdicts, framework=framework, state=state, passed=state == "PASS", **changes)
 
 
 NOT_RUN = check(check="absent", state="NOT RUN", got=None, wanted=None, explanation="No module")
@@ -324,3 +325,31 @@ def test_a_check_that_did_not_run_is_explained_in_a_report_that_passes():
     text = markdown(with_checks("PASS", check(), NOT_RUN))
     assert text.startswith("**lossagg verify: PASS.** 12 of 12 cases pass on 2 layouts of 4 ranks")
     assert f"- **NOT RUN** verl; absent: {NOT_RUN['explanation']}" in text
+
+
+@pytest.mark.parametrize("columns", [40, 80, 119, 120, 150, 300])
+def test_in_a_terminal_of_any_width_no_word_is_cut(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    own = verdict(case="package.losses.reducers:focal", formula="known to the reducer", k=12345)
+    verdicts = [verdict(case=str(case), formula=case.formula) for case in VERIFIED]
+    long = check(check="verl:seq-mean-token-sum-norm")
+    show(with_checks("PASS", long, verdicts=[*verdicts, own]))
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = [line.split() for line in out.splitlines()]
+    words = [word for line in lines for word in line]
+    for each in (*verdicts, own):
+        names = [*each["case"].split(), *each["formula"].split()]
+        assert {*names, "12345", "core_algos.agg_loss", "verl:seq-mean-token-sum-norm"} <= {*words}
+    errors = ["1.2e-15", "PASS"] if columns < 120 else ["1.2e-15", "0", "2.0e-16", "PASS"]
+    row = [LOSS_SCALINGS[0], "12", "1.000000000", *errors]
+    assert len([line for line in lines if line[-len(row) :] == row]) == len(VERIFIED)
+
+
+def test_the_table_of_every_mode_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(report([verdict(case=str(case), formula=case.formula) for case in VERIFIED]))
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    _, _, table = out.partition(LAYOUTS[0])
+    assert max(map(len, table.partition("\n\n")[0].splitlines())) <= 80

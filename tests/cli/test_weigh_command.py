@@ -61,6 +61,12 @@ def weighed(*weights, num_empty=0):
     return compare([RankWeights(**place, parts=parts, num_tokens=None, is_divided=False)])
 
 
+@pytest.fixture
+def plotting():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+
+@pytest.mark.usefixtures("plotting")
 @pytest.mark.parametrize("weights", [(0.1, 0.2, 0.05), (-0.1, 0.2), (0.5,), ()])
 def test_the_picture_has_a_dot_per_sequence_at_its_weight_times_n(weights):
     step = weighed(*weights)
@@ -69,8 +75,11 @@ def test_the_picture_has_a_dot_per_sequence_at_its_weight_times_n(weights):
     wanted = [(2 * i + 2, step.tokens * w) for i, w in enumerate(weights)]
     assert dots.get_offsets().tolist() == [pytest.approx(one) for one in wanted]
     assert drawn(step, "svg", number=1).startswith(b"<?xml")
+    figure.draw_without_rendering()
+    assert figure.axes[0]._left_title.get_window_extent().x1 < figure.bbox.x1  # of a long verdict
 
 
+@pytest.mark.usefixtures("plotting")
 def test_a_picture_of_a_kind_that_cannot_be_drawn_is_refused():
     with pytest.raises(LossAggregationError, match=r"name a \.svg or a \.png file"):
         drawn(weighed(1.0), "doc", number=1)
@@ -86,6 +95,7 @@ def test_a_report_that_cannot_be_written_ends_no_training(tmp_path, capsys):
     assert err.count(str(missing)) == len(unwritten) == 2
 
 
+@pytest.mark.usefixtures("plotting")
 @pytest.mark.parametrize("b", [2, 3])
 def test_the_curve_of_a_sample_mean_counts_the_empty_sequences_that_it_trains(b):
     step = weighed(1 / (2 * b), 1 / (4 * b), num_empty=1)

@@ -10,15 +10,15 @@ from megatron_lossagg.contract.scaling import Scaling
 @pytest.mark.parametrize(
     ("loss_scaling", "num_tokens", "pair"),
     [
-        ("average", 0, [6, 1]),  # stock divides by no less than 1
-        ("average", 1, [6, 1]),
-        ("average", 4, [1.5, 1]),
+        ("average", 0, [6 / 4, 1 / 4]),  # stock divides by no less than 1
+        ("average", 1, [6 / 4, 1 / 4]),
+        ("average", 4, [1.5 / 4, 1 / 4]),
         ("per_token", 0, [6, 0]),
         ("per_token", 4, [6, 4]),
     ],
 )
 def test_stocks_report_is_a_mean_or_a_sum_with_its_count(loss_scaling, num_tokens, pair):
-    scaling = Scaling(loss_scaling=loss_scaling, num_microbatches=3, dp_cp_size=2, active_tokens=24)
+    scaling = Scaling(loss_scaling=loss_scaling, num_microbatches=2, dp_cp_size=2, active_tokens=24)
     found = stock_report(torch.tensor(6.0), torch.tensor(num_tokens, dtype=torch.int32), scaling)
     assert found["lossagg/shadow/stock"].tolist() == pair
 

@@ -76,15 +76,20 @@ def test_calls_of_different_sizes_are_divided_by_one_total(loss_scaling, n):
 def test_k_by_hand():
     assert scaling("average", 3, 4, 2).k == 24
     assert scaling("per_token", 3, 4, 2).k == 78
-    assert scaling("per_token", 3, 4, 2).report_factor == 24
+    assert scaling("per_token", 3, 4, 2).report_count == 1 / 24
 
 
 @pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
 def test_a_reported_partial_loss_comes_out_as_the_steps_loss(m, dp, cp):
     step = scaling("per_token", m, dp, cp)
     partial_losses = [Fraction(1 + i, 3) for i in range(m * dp * cp)]
-    entries = [(partial * step.report_factor, 1) for partial in partial_losses]
-    assert sum(a for a, _ in entries) / sum(b for _, b in entries) == sum(partial_losses)
+    counts = [step.report_count for _ in partial_losses]
+    assert sum(partial_losses) / sum(counts) == pytest.approx(sum(partial_losses))
+
+
+def test_a_reported_partial_loss_of_ranks_with_3_and_1_microbatches_is_the_steps_loss_too():
+    counts = [scaling("average", m, 2, 2).report_count for m in (3, 1) for _ in range(2 * m)]
+    assert sum(counts) == pytest.approx(1)
 
 
 def test_ddp_averages_once_and_only_in_the_average_loss_scaling():

@@ -2,12 +2,12 @@
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch" / "ci"))
 
@@ -86,6 +86,46 @@ def test_check_runs_what_the_seed_draws_and_writes_what_ran(tmp_path):
     assert done.returncode == 1
 
 
+COPIED = ("megatron_lossagg", "launch", "tests/support/own_environment.py", "tests/versions.py",
+          "README.md", "pyproject.toml", "setup.py")  # fmt: skip
+MAKE = """#!/bin/bash -e
+if [[ $* == "--silent environment" ]]; then echo .venv; exit; fi
+[[ $1 == --directory && ${*:3} == "test ONLY=" ]]
+cd "$2"
+pwd
+echo left: ./*.txt .git*
+cd /
+"$2/.venv/bin/python" -c 'import megatron_lossagg as found; print(found.__file__)'
+"""
+
+
+@pytest.mark.launches
+def test_the_tests_run_in_a_copy_of_the_tracked_files_that_lies_where_a_users_may(tmp_path):
+    checkout = tmp_path / "checkout"
+    for part in COPIED:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        (checkout / part).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / part, checkout / part)
+    subprocess.run(["git", "init", "--quiet", checkout], check=True)
+    subprocess.run(["git", "add", "."], cwd=checkout, check=True)
+    (checkout / "untracked.txt").touch()
+    (checkout / ".venv").symlink_to(sys.prefix)
+    make = tmp_path / "make"
+    make.write_text(MAKE)
+    make.chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FULL": "1", "RAN": f"{tmp_path}/ran.tsv"}
+    environment = {**os.environ, **given}
+    environment.pop("PYTHONPATH", None)
+    command = [checkout / "launch" / "ci" / "check.sh", "test"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder, left, package, *_ = done.stdout.splitlines()
+    assert folder.endswith("/a plâce/torch/megatron_lossagg")
+    assert left == "left: ./*.txt .git*"
+    assert package == f"{folder}/megatron_lossagg/__init__.py"
+    assert not Path(folder).exists()
+
+
 def test_in_full_nothing_is_left_out(tmp_path):
     done, calls, rows = checked(tmp_path, *draw.ONE_OF, FULL="1")
     assert calls == [f"{target} ONLY=" for target in draw.ONE_OF]
@@ -94,6 +134,7 @@ def test_in_full_nothing_is_left_out(tmp_path):
 
 
 def test_the_scheduled_workflows_run_every_exhaustive_target_in_full():
+    yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
     folder = ROOT / ".github" / "workflows"
     full = yaml.safe_load((folder / "full.yml").read_text())["jobs"]
     matrix = full["full"]["strategy"]["matrix"]

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import shutil
-import site
 import subprocess
 import sys
 import tarfile
@@ -13,6 +12,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from own_environment import make_environment
 
 import megatron_lossagg
 
@@ -157,16 +157,14 @@ def test_the_sdist_has_the_sources_and_no_tests(built):
     assert not any(name.startswith("tests/") for name in names)
 
 
-def test_it_installs_into_an_empty_environment_and_the_command_works(built, tmp_path):
-    """Torch, numpy and rich are this environment's."""
-    _, wheel = built
+def test_the_sdist_installs_into_an_empty_environment_and_verifies(built, tmp_path):
+    """Torch, numpy, rich and Megatron-Core are this environment's."""
+    sdist, _ = built
     folder = tmp_path / "env"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = make_environment(folder, "--without-pip")
     python = folder / "bin" / "python"
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
-    pip += ["--no-index", "--ignore-installed", wheel]
+    pip += ["--no-index", "--no-build-isolation", "--ignore-installed", sdist]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run(pip, check=True, env=environment)
 
@@ -178,6 +176,8 @@ def test_it_installs_into_an_empty_environment_and_the_command_works(built, tmp_
     command = folder / "bin" / "lossagg"
     assert output(command, "--version") == f"megatron_lossagg {VERSION}\n"
     assert "w_s = 1/(B 4096)" in output(command, "explain", "constant", "--divisor", "4096")
+    one_case = ["--cp", "2", "--loss-aggregation", "sample_mean", "--loss-scaling", "average"]
+    assert "PASS: 1 of 1 case" in output(command, "verify", *one_case)
 
 
 @pytest.mark.skipif(

@@ -12,6 +12,8 @@ import time
 import pytest
 from conftest import TESTS, fork_server
 
+for package in ("tensorboard", "tqdm"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
 EXAMPLE = TESTS.parent / "examples" / "drgrpo"
 TRAIN = EXAMPLE / "train.py"
 DRIVE = TESTS / "examples" / "drive_example.py"

@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 from conftest import TESTS, each_check
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 EXAMPLES = TESTS.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 

@@ -1,6 +1,7 @@
 """open-instruct's two cases without Megatron, under DDP on two processes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def test_the_page_shows_what_the_script_prints(rows):
 def test_it_imports_no_megatron():
     code = "import open_instruct, sys; print([m for m in sys.modules if m.startswith('megatron.')])"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, check=True)
+    folder, env = ROOT / "examples", {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, check=True)
     assert done.stdout.strip() == b"[]"
 
 

@@ -2,6 +2,8 @@
 
 from fault_row import Row
 
+from megatron_lossagg import Aggregation
+
 DEFERRED = [
     Row(
         "deferred",
@@ -67,6 +69,78 @@ DEFERRED = [
         "a term with another total",
         "deferred_with_other_term",
         "a term under token_mean.* in a deferred step under sample_mean.*one number divides",
+        "DP 2",
+        ("sample_mean", "token_mean"),
+    ),
+    Row(
+        "Terms",
+        "a term with another divisor",
+        "deferred_with_other_term",
+        "a term under token_sum: w_s = 1/30 in a deferred step under token_sum: w_s = 1/6:",
+        "DP 2",
+        (Aggregation("token_sum", divisor=6), Aggregation("token_sum", divisor=30)),
+    ),
+    Row(
+        "Terms",
+        "a term with another exponent",
+        "deferred_with_other_term",
+        r"a term under length_power: .*n_b\^0\.25 Z\) in a deferred step under .*n_b\^0\.5 Z",
+        "DP 2",
+        tuple(Aggregation("length_power", exponent=a) for a in (0.5, 0.25)),
+        per_token=True,
+    ),
+    Row(
+        "Terms",
+        "a term that counts what is left out",
+        "deferred_with_left_out",
+        "a term under token_mean: w_s = 1/N, which counts sequences that are left out in a defer",
+    ),
+    Row(
+        "Terms",
+        "a reducer of the plan that a call was begun with",
+        "deferred_by_own_plan",
+        r"got a reducer of the plan that a schedule call was begun with.*step\.plan\.under",
+    ),
+    *(
+        Row(
+            "deferred",
+            f"a {kind} in two calls, read by a term under {term}",
+            "in_two_calls",
+            f"the same {kind} has sequences in two .*, which reduces under {term}, whose weights",
+            "DP 2",
+            (term, kind, 3),
+        )
+        for kind, term in (
+            ("sample", "sample_mean"),
+            ("sample", "row_mean"),
+            ("sample", "balanced"),
+            ("group", "balanced"),
+        )
+    ),
+    Row(
+        "deferred",
+        "a sample in two calls, read by a term on CP ranks",
+        "in_two_calls",
+        "the same sample has sequences in two .*, which reduces under sample_mean, whose weights",
+        "CP 2",
+        ("sample_mean", "sample", 3),
+        per_token=True,
+    ),
+    Row(
+        "deferred",
+        "a sample in two calls, read by a shadow",
+        "in_two_calls",
+        "the same sample has sequences in two .*, which reduces under row_mean, whose weights",
+        "DP 2",
+        (None, "sample", 3, "row_mean"),
+    ),
+    Row(
+        "deferred",
+        "a shadow with another total",
+        "deferred_with_shadow",
+        "got a shadow under token_mean: w_s = 1/N in a deferred step under sample_mean",
+        "DP 2",
+        ("sample_mean", "constant:9,token_mean"),
     ),
     Row(
         "GradientBuffers",

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from torch.cuda import OutOfMemoryError
 from training_steps import SEQUENCES, Training, _reset_groups, begin, returning, right
 
-from megatron_lossagg import LossAggregator
+from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import read_record
 from megatron_lossagg.reduction.options import Options
@@ -291,20 +291,54 @@ def check_a_sample_in_two_calls(make):
 
 
 def check_a_sample_in_two_calls_where_it_does_not_matter(make):
-    """Of token_mean, and of constant if B is passed."""
+    """Of token_mean, and of constant, with a term under sample_sum, if B is passed."""
     for mode, total in (("token_mean", None), ("constant", 10)):
+        both = returning(lambda mb, x: mb.reduce(x) + mb.reduce(x * x, "sample_sum"))
         calls = anew(make, mode="token_sum")
         more = {"divisor": 64} if mode == "constant" else {}
         options = Options(probe=False)
         training = calls.training
         training.aggregator = LossAggregator(training.chunks, mode, options=options, **more)
-        expected = training.plain(lambda x, w, t: (t * x).sum())
+        squares = 64 if mode == "constant" else 0
+        expected = training.plain(lambda x, w, t, n=squares: (t * (x + n * x * x)).sum())
         with training.aggregator.deferred() as deferred:
             for number in range(2):
-                calls.call(number, sample=[0] * len(calls.ids("sample", number)))
+                ids = [0] * len(calls.ids("sample", number))
+                calls.call(number, both if squares else right, sample=ids)
             deferred.finish(total)
         times = 1 if mode == "token_mean" else training.total / (64 * total)
         same(training.gradient(), expected * times)
+
+
+def check_terms_and_shadows_with_the_total_of_the_step(make):
+    """B divides all; L is of each."""
+    calls = make()
+    training = calls.training
+    training.aggregator = LossAggregator(
+        training.chunks,
+        "constant",
+        divisor=4,
+        options=Options(probe=False, shadow="sample_mean,constant:20"),
+    )
+    n, b = training.total, len(SEQUENCES)
+    expected = training.plain(
+        lambda x, w, t: n / b * (t * (x / 4 + x**2 / 20)).sum() + (w * x**3).sum()
+    )
+
+    def loss(mb, x):
+        term = mb.reduce(x**2, Aggregation("constant", divisor=20))
+        return mb.reduce(x) + term + mb.reduce(x**3, "row_mean")
+
+    ids = []
+    with training.aggregator.deferred() as deferred:
+        for number in range(2):
+            rank = calls.own[0]
+            ids = [
+                100 * rank + 10 * number + one for one in range(len(calls.ids("sample", number)))
+            ]
+            calls.call(number, returning(loss), sample=ids, group=[7] * len(ids))
+        deferred.finish()
+    same(training.gradient(), expected)
 
 
 def recorded(calls, folder):

@@ -291,6 +291,20 @@ IN_A_STEP = [
         "uncounted_weights",
         "token_weight_sums.*no loss of the step counts them",
     ),
+    Row(
+        "Terms",
+        "a sum of a term's means",
+        "accumulating_term",
+        "accumulates=True with sample_mean.*accumulates=2, which trains their mean",
+        "DP 2",
+        ("sample_mean",),
+    ),
+    Row(
+        "Terms",
+        "a reducer of the plan that one of two calls was begun with",
+        "accumulating_by_own_plan",
+        r"got a reducer of the plan that a schedule call was begun with.*step\.plan\.under",
+    ),
     Row("GradientBuffers", "gradients of 1", "filled_buffers", NONZERO, "DP 2", (1.0,)),
     Row("GradientBuffers", "gradients of NaN", "filled_buffers", NONZERO, "DP 2", (float("nan"),)),
     Row(
@@ -349,6 +363,25 @@ IN_A_STEP = [
         "lost_token",
         "train 1 tokens fewer of sequence",
         "CP 2",
+    ),
+    *(
+        Row(
+            "Ownership",
+            f"{kind} ids of each rank, read by {'a shadow' if shadow else 'a term'} under {mode}",
+            "ids_of_each_rank",
+            f"ranks 0 and 1 give the same sequences different weights.* they differ under {mode}",
+            "CP 2",
+            (kind, mode, shadow),
+            per_token,
+        )
+        for kind, mode, shadow, per_token in (
+            ("sample", "sample_mean", False, False),
+            ("sample", "row_mean", False, True),
+            ("prompt", "prompt_mean", False, False),
+            ("group", "balanced", False, False),
+            ("sample", "sample_sum", False, False),
+            ("prompt", "prompt_mean", True, False),
+        )
     ),
     Row(
         "Ownership",

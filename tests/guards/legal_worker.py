@@ -31,6 +31,7 @@ from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.live import megatron_version
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.sequences import ID_KINDS
 from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.verify.world import split_world
 
@@ -250,6 +251,71 @@ def check_a_loss_reduced_over_cp_in_place_for_the_log(make):
         return partial_loss
 
     trained_as_by_hand(training, returning(loss))
+
+
+def check_ids_that_no_mode_term_or_shadow_reads_may_differ_between_context_parallel_ranks(make):
+    training = make()
+    training.aggregator = LossAggregator(
+        training.chunks, "token_mean", options=Options(probe=False, shadow="token_sum:7")
+    )
+    rank = dist.get_rank()
+    ids = {kind: [100 * rank + one for one in range(len(training.counts))] for kind in ID_KINDS}
+    expected = training.plain(lambda x, w, t: (t * (x + 100 * x * x)).sum())
+    term = returning(
+        lambda mb, x: (
+            mb.reduce(x) + mb.reduce(x * x, Aggregation("token_sum", divisor=training.total / 100))
+        )
+    )
+    same(training.step(term, **ids), expected)
+
+
+def check_terms_of_one_context_parallel_rank_each(make):
+    """Each of its own tokens; neither is the other's to compare."""
+    training = make()
+    rank = training.aggregator.cp_rank
+    mode = ("prompt_mean", "balanced")[rank]
+
+    def term(mb, x):
+        return mb.reduce(x) + 0 * mb.reduce(x * x, mode)
+
+    ids = list(range(len(training.counts)))
+    trained_as_by_hand(training, returning(term), prompt=ids, group=ids)
+
+
+def check_own_weights_that_differ_by_rounding(make):
+    """As of two machines; more is refused."""
+    training = make()
+    rank = dist.get_rank()
+    for error in (0.0, 1e-15, 3e-12):
+
+        def weights(counts, error=error):
+            return (1 + rank * error) / (counts.B * counts.n_b)
+
+        training.aggregator = LossAggregator(
+            training.chunks, Aggregation(weights=weights), options=Options(probe=False)
+        )
+        trained_as_by_hand(training)
+
+
+def check_a_ratio_of_two_terms_of_the_whole_step(make):
+    training = make()
+    sums = torch.zeros(2, dtype=torch.float64)
+
+    def evaluated(step, batch, x):
+        mb = microbatch(step, batch)
+        both = mb.reduce(x), mb.reduce(x**2)
+        sums.add_(torch.stack(both).detach())
+        return mb.outputs(both[0])
+
+    with training.plan(forward_only=True) as step:
+        training.run(functools.partial(evaluated, step), forward_only=True)
+    dist.all_reduce(sums)
+    a, b = sums.tolist()
+    expected = training.plain(lambda x, w, t: (w * (x / b - a / b**2 * x**2)).sum())
+    ratio = returning(
+        lambda mb, x: mb.reduce(x) / b - a / b**2 * mb.reduce(x**2), coefficient=1 / b
+    )
+    same(training.step(ratio), expected)
 
 
 OF_PIPELINES = (

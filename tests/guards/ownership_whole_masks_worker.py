@@ -55,6 +55,18 @@ def check_ranks_with_different_weights_of_sequences_are_named(aggregator):
         assert "give the same sequences different weights" in text
 
 
+def check_columns_and_what_is_left_out_are_told_apart(aggregator):
+    rank = aggregator.cp_rank
+    of_ranks = {"columns": {"turns": [1, 2 + rank]}, "left_out": [0, rank]}
+    for given, names in (
+        ({"columns": of_ranks["columns"], "left_out": [0, 1]}, "columns"),
+        ({"columns": {"turns": [1, 2]}, "left_out": of_ranks["left_out"]}, "left_out"),
+        (of_ranks, "columns and left_out"),
+    ):
+        with pytest.raises(ContractError, match=f"ranks 0 and 1 pass different {names} of the"):
+            aggregator.step(ACTIVE, num_microbatches=1, **given)
+
+
 def check_ranks_with_different_whole_masks_are_named(aggregator):
     """Each mask has as many tokens as were counted; the ranks hold 4 and 2 of sequence 0's."""
     assert whole_step(aggregator) == ["", ""]
@@ -201,7 +213,7 @@ def check_sums_of_token_weights_may_differ_by_rounding_and_ids_may_not(aggregato
     aggregator.agree_on(WEIGHING)
     for shift in (0, 1):
         counts = {"active_tokens": ACTIVE, "token_weight_sums": [own, 0.8]}
-        sequences = Sequences(**counts, prompt=[7, 7 + shift * aggregator.cp_rank])
+        sequences = Sequences(**counts, sample=[7, 7 + shift * aggregator.cp_rank])
         plan = plan_step(WEIGHING, sequences, group=aggregator.dp_group)
         step = aggregator.begin(plan, num_microbatches=1)
         more = {"cu_seqlens": [0, 8, 12], "token_weights": weights}

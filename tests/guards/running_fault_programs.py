@@ -22,7 +22,7 @@ from megatron.core.rerun_state_machine import (
 )
 from training_steps import Training, changing, microbatch, returning, right, set_finalize
 
-from megatron_lossagg import Layout
+from megatron_lossagg import Layout, LossAggregator
 from megatron_lossagg.errors import ContractError
 
 
@@ -254,3 +254,14 @@ def failed_alone(training):
     own = pytest.raises(ContractError, match="no gradient reached the step's own partial loss")
     with own if training.aggregator.cp_rank == 1 else contextlib.nullcontext():
         training.step(returning(loss))
+
+
+def ids_of_each_rank(training, kind, mode, is_shadow):
+    """On rank 0 two sequences have one id, on rank 1 each has its own."""
+    shadow = (mode,) if is_shadow else ()
+    options = replace(training.aggregator.options, shadow=shadow)
+    training.aggregator = LossAggregator(training.chunks, "token_mean", options=options)
+    ids = list(range(len(training.counts)))
+    given = {kind: [0, 0, *ids[2:]] if training.aggregator.cp_rank == 0 else ids}
+    term = returning(lambda mb, x: mb.reduce(x) + mb.reduce(x * x, mode))
+    training.step(right if is_shadow else term, **given)

@@ -1,10 +1,10 @@
 """One run of an unmodified Megatron-LM script, watched as ``lossagg verify --framework`` does.
 
-``megatron_lm_worker.py FILE [--wanted MODE] SCRIPT ...``: ``--wanted``: on one process, also each
-step's MODE by the reference. ``--plain``: only the script, by ``runpy``, without ``lossagg run``.
-``--weigh JSON``: by ``lossagg weigh`` instead, with its report in a file. ``KILL_AFTER=n``: every
-rank kills itself in step n + 1. ``WITHOUT=name``: one stand-in of ``megatron_lossagg.cpu.training``
-is taken away.
+``megatron_lm_worker.py FILE [--wanted MODE] SCRIPT ...``: ``--wanted``: on one process, also MODE
+of each step and evaluation by the reference. ``--plain``: only the script, by ``runpy``, without
+``lossagg run``. ``--weigh JSON``: by ``lossagg weigh`` instead, with its report in a file.
+``KILL_AFTER=n``: every rank kills itself in step n + 1. ``WITHOUT=name``: one stand-in of
+``megatron_lossagg.cpu.training`` is taken away.
 """
 
 import functools

@@ -5,6 +5,7 @@
 in ``test_schedule.py``; a packing scheduler and ``train_rl.py``: ``test_megatron_lm_data.py``.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -128,6 +129,58 @@ class TestMegatronLM(PretrainingLaws):
     """``pretrain_gpt.py`` with its own data sets."""
 
 
+SAME_DATA = [(4, 6), (8, 3), (24, 1)]
+"""Batch sizes, and evaluation steps."""
+SHADOW = ["--loss-aggregation-shadow", "token_mean"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(megatron_lm):
+    """Return a function that evaluates the same data in other batches; no weight changes."""
+
+    def evaluated(kind, batch, num_steps, *more, processes=1, before=()):
+        options = [*SAMPLE_MEAN, *SHADOW, "--global-batch-size", str(batch)]
+        options += ["--eval-iters", str(num_steps), "--train-iters", "1", "--lr", "0"]
+        options += ["--split", "34,33,33"]
+        return megatron_lm(kind, *options, *more, processes=processes, before=before)
+
+    return evaluated
+
+
+@pytest.fixture(scope="module")
+def evaluated_by_hand(evaluated):
+    """Return, for each kind of data and mode, the loss of validation and test by the reference."""
+    found = {}
+    for kind, mode in itertools.product(("mock", "sft"), ("token_mean", "sample_mean")):
+        events = evaluated(kind, *SAME_DATA[0], before=["--wanted", mode])
+        found[kind, mode] = [e["of_evaluation"] for e in events if "of_evaluation" in e]
+        assert len(found[kind, mode]) == 2
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mock", "sft"])
+@pytest.mark.parametrize(
+    ("layout", "loss_scaling", "batch", "num_steps"),
+    [
+        *(("DP2", "average", *size) for size in SAME_DATA),
+        ("CP2", "average", *SAME_DATA[0]),
+        ("PP2", "per_token", *SAME_DATA[1]),
+    ],
+)
+def test_an_evaluation_reports_the_loss_of_all_its_data_at_every_batch_size(
+    evaluated, evaluated_by_hand, kind, layout, loss_scaling, batch, num_steps
+):
+    processes, more = SIZES[layout]
+    more = [*more, *(PER_TOKEN if loss_scaling == "per_token" else [])]
+    events = evaluated(kind, batch, num_steps, *more, processes=processes)
+    losses = [event["evaluate"] for event in events if "evaluate" in event]
+    for name, mode in (("lm loss", "sample_mean"), ("lossagg/shadow/token_mean", "token_mean")):
+        by_hand = evaluated_by_hand[kind, mode]
+        assert [one[name] for one in losses] == pytest.approx(by_hand, rel=1e-6, abs=0)
+    for one in losses:
+        assert one["lossagg/weight_sum"] == pytest.approx(one["lossagg/weight_expected"], rel=1e-6)
+
+
 def test_microbatch_token_mean_at_dp_2_is_the_stock_loss(megatron_lm, stock_events):
     events = megatron_lm("sft", "--loss-aggregation", "microbatch_token_mean", processes=2)
     ours = [event["grad_norm"] for event in steps(events)]
@@ -162,9 +215,6 @@ def test_a_run_that_was_killed_resumes_with_the_same_losses_and_record(
         assert main(["diff", *files]) == 0
         same = "the same loss function on the same batches in 3 steps (steps 1 to 3 at DP 2 CP 1"
         assert same in capsys.readouterr().out
-
-
-SHADOW = ("sample_mean", "token_mean", "constant:64", "length_power:0.5")
 
 
 # A checkpoint has Megatron's classes, which are imported when it is read.

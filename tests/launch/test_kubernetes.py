@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from launching import LAUNCH, PASSED, ROOT, VERIFY_ONE_CASE, on_two_nodes
 
+yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
 CRD = os.environ.get("PYTORCHJOB_CRD", "")
 INSTALLED_AT = "/opt/megatron_lossagg"
 

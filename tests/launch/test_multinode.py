@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from conftest import TESTS
 from launching import wait_until
 from slurm_cluster import loopback_cluster, missing_programs
@@ -163,6 +162,7 @@ def test_a_job_that_slurm_refuses_is_said_to_be_in_the_summary(golden, tmp_path)
 @needs_slurm
 def test_a_workflow_that_is_cancelled_leaves_no_job_behind(tmp_path):
     """The step of multinode.yml as GitHub runs it: a cancelled run's signal goes to its shell."""
+    yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
     steps = yaml.safe_load(WORKFLOW.read_text())["jobs"]["verify"]["steps"]
     (step,) = (step for step in steps if "multinode.sh" in step.get("run", ""))
     given = {"GOLDEN": "4_ranks", "FOLDER": str(tmp_path / "out"), "NUM_NODES": "2"}

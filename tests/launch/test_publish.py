@@ -7,7 +7,6 @@ package index's trusted publisher, for which the upload has a password here.
 import contextlib
 import os
 import re
-import site
 import subprocess
 import sys
 import time
@@ -15,9 +14,10 @@ import urllib.error
 import urllib.request
 
 import pytest
-import yaml
 from launching import ROOT, free_ports
+from own_environment import make_environment
 
+yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
 REPOSITORY = "https://code.example/o/megatron_lossagg"
 VERSION = "1.2.3"
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())
@@ -42,9 +42,7 @@ def run(*command, cwd, env, timeout=900):
 def env(launches, tmp_path_factory):
     """An environment that finds torch and Megatron-Core, and git's identity."""
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    make_environment(folder)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTHON"))}
     names = {f"GIT_{who}_{what}": "a@example.com" for who in ("AUTHOR", "COMMITTER")
              for what in ("NAME", "EMAIL")}  # fmt: skip

@@ -1,5 +1,7 @@
 """The commands of README and docs/start.md, typed as they stand, one after the other.
 
+Those that make an environment of their own get this one instead.
+
 In an empty folder and an environment of its own. Its packages are this environment's, so that
 nothing is downloaded; the address of the clone leads to this checkout's last commit.
 """
@@ -7,12 +9,13 @@ nothing is downloaded; the address of the clone leads to this checkout's last co
 import importlib.util
 import os
 import re
-import site
+import shutil
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from launching import ROOT
+from own_environment import make_environment
 
 pytestmark = pytest.mark.launches
 
@@ -45,9 +48,7 @@ def test_a_page_clones_the_address_of_this_repository(page):
 def environment(tmp_path):
     """Make an environment that finds torch and Megatron-Core, and not this package."""
     folder = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    make_environment(folder)
     torchrun = folder / "bin" / "torchrun"  # as pip would have put it there with torch
     torchrun.write_text(f"#!{folder}/bin/python\n{TORCHRUN}")
     torchrun.chmod(0o755)
@@ -84,3 +85,44 @@ def test_the_commands_of_a_page_work_where_they_are_typed(page, environment, tmp
     assert set(results) == {PAGES[page]}
     assert len(results) == typed(page).count("verify")
     assert [path.name for path in empty.iterdir()] == ["megatron_lossagg"]
+
+
+@pytest.fixture
+def made(environment, tmp_path):
+    """Return how a line of README's that begins with make ends in a clone, and the clone."""
+    for program in ("git", "make"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    clone, folder = tmp_path / "a clone", environment["VIRTUAL_ENV"]
+    subprocess.run(["git", "clone", "--quiet", address(), clone], env=environment, check=True)
+    install = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--editable"]
+    subprocess.run([*install, clone], env=environment, check=True)
+    Path(folder, "installed").touch()
+
+    def run(target, **more):
+        (line,) = re.findall(rf"^(make {target}) +# ", (ROOT / "README.md").read_text(), re.M)
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=clone, env={**environment, "VENV": folder, **more},
+            capture_output=True, text=True, timeout=3000,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout.splitlines(), clone
+
+    return run
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout of git")
+def test_make_demo_ends_with_its_pictures_and_what_they_show(made):
+    printed, clone = made("demo")
+    *pictures, last = printed[-4:]
+    assert len({*pictures}) == len(list(clone.glob("runs/demo/**/*.png"))) == 3
+    assert all((clone / picture.strip()).is_file() for picture in pictures)
+    said = re.search(r'"(.*?): \.\.\."', (ROOT / "README.md").read_text())[1]
+    assert last.startswith(f"{said}: constant")
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout of git")
+def test_make_test_runs_pytest_over_every_test(made):
+    printed, _ = made("test", PYTEST_ADDOPTS="--collect-only --quiet")
+    (number,) = re.findall(r"^(\d+) tests collected", "\n".join(printed), re.M)
+    assert int(number) > 5000

@@ -5,9 +5,9 @@ import shutil
 import subprocess
 
 import pytest
-import yaml
 from launching import ROOT
 
+yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
 WORKFLOWS = {
     file.stem: yaml.safe_load(file.read_text())
     for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))

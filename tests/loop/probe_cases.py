@@ -1,6 +1,7 @@
 """The layouts that ``probe_worker.py`` runs, and how often it puts each fault in."""
 
 import os
+from importlib.util import find_spec
 
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -21,5 +22,7 @@ LAYOUTS = {
         dp=4, ep=2, moe=True, optimizer_instances=2, distributed_optimizer=True
     ),
 }
+if find_spec("einops") is None:  # Megatron-Core makes the groups of instances with it
+    LAYOUTS = {n: layout for n, layout in LAYOUTS.items() if layout.optimizer_instances == 1}
 MEGATRON_LM_LAYOUTS = ("DP2", "PP2", "PP2xVPP2", "DP2xCP2")
 """Those that run under the config of Megatron-LM too; before 0.15 only those of two ranks do."""

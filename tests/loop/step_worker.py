@@ -118,6 +118,51 @@ def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, aggre
     assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
 
 
+def check_an_evaluation_in_steps_of_other_sizes_is_one_loss(chunk, aggregator):
+    """Two samples on each of two ranks, of 3 and 2 tokens, then of 1 and 0.
+
+    A term under another mode stays a mean over the steps, reported detached or not.
+    """
+    other = made(chunk, Aggregation("token_mean"), shadow="token_mean,sample_sum,token_sum")
+    sums, kl_of_steps = {}, []
+    losses = iter(torch.tensor([[0.5, 2.0, -1.0], [4.0, 1.0, 8.0]]))
+    for active, values in zip(((3, 2), (1, 0)), losses, strict=True):
+        with (
+            torch.no_grad(),
+            other.step(active_tokens=active, num_microbatches=1, forward_only=True) as step,
+        ):
+            mb = a_microbatch(step, [0, 1])
+            x = values[0] + values[1] * torch.arange(mb.layout.num_local_tokens)
+            loss, kl = mb.reduce(x), mb.reduce(x.square(), "sample_mean")
+            report = {"loss": loss, "twice": 2 * loss, "kl": kl, "detached": kl.detach()}
+            *_, reports = mb.outputs(loss, report=report)
+        for name, pair in reports.items():
+            sums[name] = sums.get(name, 0) + pair.double()
+        means = [
+            sum(float(values[0] + values[1] * (4 * row + t)) ** 2 for t in range(n)) / n
+            for row, n in enumerate(active)
+            if n
+        ]
+        kl_of_steps.append(sum(means) / len(active))
+    first = [0.5 + 2 * at for at in (0, 1, 2, 4, 5)]
+    tokens, samples = [*first, 4.0], 4
+    for pair in sums.values():
+        dist.all_reduce(pair)
+    found = {name: (pair[0] / pair[1]).item() for name, pair in sums.items()}
+    wanted = {
+        "loss": sum(tokens) / len(tokens),
+        "twice": 2 * sum(tokens) / len(tokens),
+        "kl": sum(kl_of_steps) / 2,
+        "detached": sum(kl_of_steps) / 2,
+        "lossagg/weight_sum": 1,
+        "lossagg/weight_expected": 1,
+        "lossagg/shadow/token_mean": sum(tokens) / len(tokens),
+        "lossagg/shadow/sample_sum": sum(tokens) / samples,
+        "lossagg/shadow/token_sum": 2 * sum(tokens) / 2,  # of both ranks, a mean over two steps
+    }
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def check_a_microbatch_has_one_layout(chunk, aggregator):
     with abandoned(a_step(aggregator)) as step:
         mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
@@ -190,7 +235,7 @@ def check_a_partial_loss_in_bfloat16_is_scaled_in_float32(chunk, aggregator):
         loss, _, report = mb.outputs(partial_loss, report={"x": partial_loss})
         assert (loss.dtype, loss.item()) == (torch.float32, 6 * partial_loss.item())
         assert report["x"].dtype == torch.float32
-        assert report["x"].tolist() == [6 * partial_loss.item(), 1.0]
+        assert report["x"].tolist() == [partial_loss.item(), pytest.approx(1 / 6)]
 
 
 def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):

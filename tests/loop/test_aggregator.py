@@ -12,5 +12,6 @@ output_of_counts, test_the_counts_of_a_step = each_check("loop/step_counts_worke
 
 def test_the_ranks_ran_the_megatron_core_that_this_process_has(output_of_aggregator_worker_2):
     """``versions.py`` puts another release before the installed one."""
-    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", output_of_aggregator_worker_2, re.MULTILINE)
+    printed = output_of_aggregator_worker_2.stdout
+    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", printed, re.MULTILINE)
     assert ran == version("megatron-core")

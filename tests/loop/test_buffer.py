@@ -140,6 +140,28 @@ def test_the_weights_reach_the_microbatch_that_the_sequences_name():
     assert total == pytest.approx(1)
 
 
+def test_a_microbatch_without_sequences_needs_no_ids_and_one_with_sequences_does():
+    """Without ids each sequence would be a sample: .167, .167, .111 in place of these."""
+
+    def of_samples(rows):
+        active, *samples = zip(*rows, strict=True) if rows else ([],)
+        return MicrobatchSequences(active_tokens=active, sample=samples[0] if rows else None)
+
+    rows = [[(2, "a"), (2, "a")], [], [(3, "b")]]
+    ids = {"a": 8, "b": 9}
+    read = [[(n, ids[sample]) for n, sample in of_one] for of_one in rows]
+    plan = StepBuffer(iter(read), 3).plan(Aggregation("sample_mean"), of_samples)
+    assert plan.weights.tolist() == [1 / 8, 1 / 8, 1 / 6]
+    forgotten = [read[0], [], [(3, None)]]
+
+    def of_some(rows):
+        known = of_samples(rows)
+        return known if known.sample != (None,) else MicrobatchSequences(active_tokens=[3])
+
+    with pytest.raises(PlanError, match="sample: got 2 entries, expected 3, one per sequence"):
+        StepBuffer(iter(forgotten), 3).plan(Aggregation("sample_mean"), of_some)
+
+
 def test_paddings_are_numbered_as_no_sequences():
     def sequences(data):
         return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)

@@ -4,8 +4,6 @@ import argparse
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.errors import AggregationError, ReducerPathError
@@ -194,20 +192,26 @@ def test_arguments_from_a_file_have_the_flags_defaults():
         aggregation_from_args(framework)
 
 
-@given(
-    name=st.sampled_from([*NAMES, CUSTOM, OWN_WEIGHTS, "token_meen"]),
-    divisor=st.none() | st.floats(),
-    exponent=st.none() | st.floats(),
-    count_empty=st.sampled_from([None, True, False]),
-)
-def test_a_command_line_gives_what_the_api_gives(name, divisor, exponent, count_empty):
-    numbers = {"divisor": divisor, "exponent": exponent}
-    given_numbers = {name: number for name, number in numbers.items() if number is not None}
-    argv = ["--loss-aggregation", name, *flags_of(given_numbers)]
-    if count_empty is not None:
-        argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
-    by_api = result_or_message(Aggregation, name, count_empty=count_empty, **numbers)
-    assert result_or_message(read, *argv) == by_api
+def test_a_command_line_gives_what_the_api_gives():
+    hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+    st = hypothesis.strategies
+
+    @hypothesis.given(
+        name=st.sampled_from([*NAMES, CUSTOM, OWN_WEIGHTS, "token_meen"]),
+        divisor=st.none() | st.floats(),
+        exponent=st.none() | st.floats(),
+        count_empty=st.sampled_from([None, True, False]),
+    )
+    def gives(name, divisor, exponent, count_empty):
+        numbers = {"divisor": divisor, "exponent": exponent}
+        given_numbers = {name: number for name, number in numbers.items() if number is not None}
+        argv = ["--loss-aggregation", name, *flags_of(given_numbers)]
+        if count_empty is not None:
+            argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
+        by_api = result_or_message(Aggregation, name, count_empty=count_empty, **numbers)
+        assert result_or_message(read, *argv) == by_api
+
+    gives()
 
 
 def result_or_message(build, *arguments, **options):

@@ -1,8 +1,8 @@
 """The startup probe on live Megatron-Core: each layout passes the checks of ``probe_worker.py``."""
 
 import pytest
-from check_runner import checks_of
-from conftest import TESTS, early, fork_server, launched
+from check_runner import assert_passed, checks_of
+from conftest import TESTS, early, ended, fork_server
 from probe_cases import LAYOUTS
 
 WORKER = TESTS / "loop" / "probe_worker.py"
@@ -13,35 +13,35 @@ CHECKS = checks_of(WORKER)
 
 # Two launches: releases before 0.15 lack what the layouts of four ranks use.
 @early
-def printed_by_two():
-    return launched("loop/probe_worker.py", processes=2, timeout=1800).splitlines()
+def two_ranks():
+    return ended("loop/probe_worker.py", processes=2, timeout=1800)
 
 
 @early
-def printed_by_four():
-    return launched("loop/probe_worker.py", processes=4, timeout=1800).splitlines()
+def four_ranks():
+    return ended("loop/probe_worker.py", processes=4, timeout=1800)
 
 
 @pytest.mark.parametrize("layout", OF_TWO)
-def test_stock_megatron_passes_on_two_ranks_and_is_left_unchanged(printed_by_two, layout):
+def test_stock_megatron_passes_on_two_ranks_and_is_left_unchanged(two_ranks, layout):
     """And, on the same layout, each fault that is put into it is caught."""
-    assert f"PASSED on {layout}" in printed_by_two
+    assert f"PASSED on {layout}" in two_ranks.stdout.splitlines()
 
 
 @pytest.mark.parametrize("layout", OF_FOUR)
-def test_stock_megatron_passes_on_four_ranks_and_is_left_unchanged(printed_by_four, layout):
+def test_stock_megatron_passes_on_four_ranks_and_is_left_unchanged(four_ranks, layout):
     """And, on the same layout, each fault that is put into it is caught."""
-    assert f"PASSED on {layout}" in printed_by_four
+    assert f"PASSED on {layout}" in four_ranks.stdout.splitlines()
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_probe_on_two_ranks(printed_by_two, check):
-    assert printed_by_two.count(f"PASSED check_{check}") == len(OF_TWO)
+def test_the_probe_on_two_ranks(two_ranks, check):
+    assert_passed(check, two_ranks)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_probe_on_four_ranks(printed_by_four, check):
-    assert printed_by_four.count(f"PASSED check_{check}") == len(OF_FOUR)
+def test_the_probe_on_four_ranks(four_ranks, check):
+    assert_passed(check, four_ranks)
 
 
 ALONE = ("finalize", "schedule")

@@ -1,8 +1,8 @@
 """Deferred steps of three schedule calls next to the reference of ``lossagg verify``.
 
 ``python deferred_worker.py JOB``: for each layout of the job, loss scaling and case, rank 0 prints
-the errors of gradient, loss and weight sums as one JSON line. The calls have different M; the
-second one has no active token.
+the errors of gradient, loss and weight sums as one JSON line, and of an evaluation in three steps.
+The calls have different M; the second one has no active token.
 """
 
 import json
@@ -72,6 +72,20 @@ def train(run, case, *, total=None, main=1.0):
     return run._gradients(), sums * factor
 
 
+def evaluate(run, case):
+    """Evaluate each call as a step; return what Megatron's ``evaluate`` makes of the reports."""
+    pairs = torch.zeros(3, 2, dtype=torch.float64)
+    for call in calls_of(run):
+        load(run, *call)
+        with torch.no_grad():
+            ran = run._looped(case, poison=True, main=1.0, forward_only=True)
+        assert not ran.faults, ran.faults
+        for report in ran.reports:
+            pairs += torch.stack([report[name].double() for name in ["loss", *SUMS]])
+    dist.all_reduce(pairs, group=run.aggregator.groups.dp_cp_group)
+    return (pairs[:, 0] / pairs[:, 1]).tolist()
+
+
 def side_of_one_call(run, case):
     """Return the side losses' gradients of a plain step of all calls' microbatches."""
     sequences, numbers, m = [], [], 0
@@ -104,12 +118,23 @@ def errors(run, case, wanted, total=None):
     slope, gradient = wanted.slope_Y * times, wanted.gradient_P * times
     (error,), _ = run.compared(Main(gradients), slope[None], gradient[None])
     found = {"gradient": error, **of_side}
-    if run.parallelism.one_m and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+    evaluated = evaluate(run, case)
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         terms = run.reference.size_of_loss_terms(slope)
         found["loss"] = relative(float(loss), wanted.loss * times, terms)
         found["weights"] = max(
             relative(float(weight_sum), wanted.weight_sum * times),
             relative(float(weight_expected), wanted.weight_expected * times),
+        )
+        # A mean over the three steps, if no total is counted.
+        steps = len(PROMPTS) if case.aggregation.mode == "token_sum" else 1
+        loss, weight_sum, weight_expected = (steps * value for value in evaluated)
+        found["evaluated"] = relative(
+            loss, wanted.loss, run.reference.size_of_loss_terms(wanted.slope_Y)
+        )
+        found["evaluated weights"] = max(
+            relative(weight_sum, wanted.weight_sum),
+            relative(weight_expected, wanted.weight_expected),
         )
     return found
 

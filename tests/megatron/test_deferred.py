@@ -1,4 +1,7 @@
-"""Deferred steps train the mode over all their calls: by gradient, next to loops over tokens."""
+"""Deferred steps train the mode over all their calls: by gradient, next to loops over tokens.
+
+An evaluation of the calls as steps reports the mode's loss over all of them.
+"""
 
 import json
 
@@ -79,9 +82,15 @@ def is_exact(layout, loss_scaling, case):
 def check(found, key):
     errors, tolerance = found[key]
     assert errors["gradient"] < tolerance
-    assert errors.get("loss", 0) < tolerance
+    assert errors["loss"] < tolerance
     assert errors.get("side", 0) < tolerance
-    assert errors.get("weights", 0) < WEIGHT_SUM_TOLERANCE
+    assert errors["weights"] < WEIGHT_SUM_TOLERANCE
+
+
+def check_evaluated(found, key):
+    errors, tolerance = found[key]
+    assert errors["evaluated"] < tolerance
+    assert errors["evaluated weights"] < WEIGHT_SUM_TOLERANCE
 
 
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
@@ -130,6 +139,22 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four_ranks(
     of_four_ranks, layout, loss_scaling, case
 ):
     check_of_layout(of_four_ranks, layout, loss_scaling, case)
+
+
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+@pytest.mark.parametrize("case", OF_ONE, ids=str)
+def test_an_evaluation_in_steps_reports_the_modes_loss_over_all_of_them(
+    of_two_ranks, case, loss_scaling
+):
+    check_evaluated(of_two_ranks, (str(TWO[0]), loss_scaling, str(case)))
+
+
+@on_each([*TWO[1:], *FOUR])
+def test_an_evaluations_loss_does_not_depend_on_the_layout(
+    of_two_ranks, of_four_ranks, layout, loss_scaling, case
+):
+    found = of_two_ranks if layout in TWO else of_four_ranks
+    check_evaluated(found, (str(layout), loss_scaling, str(case)))
 
 
 def test_every_mode_with_a_total_is_trained():

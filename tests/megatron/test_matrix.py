@@ -6,6 +6,7 @@ gradient is the reference's (``megatron_lossagg.verify``, one launch per world s
 """
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from conftest import RELEASE, early, launched, new_folder, proven
@@ -56,6 +57,8 @@ COMBINED = {
     "MTP-PP2xCP2": Parallelism(pp=2, cp=2, mtp=True, float32=True),
     "MTP-TP2-SPxCP2": Parallelism(tp=2, cp=2, sequence_parallel=True, mtp=True, float32=True),
 }
+if find_spec("einops") is None:  # Megatron-Core makes the groups of instances with it
+    COMBINED = {n: layout for n, layout in COMBINED.items() if layout.optimizer_instances == 1}
 
 
 @early

@@ -2,8 +2,11 @@
 
 import math
 import random
+import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from planning import TOKEN_MEAN, planned, run_worker
 from step_data import assign, make_sequences
 
 from benchmarks.counting import counted
-from megatron_lossagg import Aggregation, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.totals import StepTotals
@@ -250,6 +253,65 @@ def check_string_ids_are_the_same_on_every_rank():
     size = dist.get_world_size()
     assert plan.totals.prompts == 1 + size
     assert plan.totals.prompt_tokens.tolist() == [3 * size, 5]
+
+
+def of_kinds():
+    """Return this rank's masks, kinds and losses, and those of all ranks."""
+    draw = torch.Generator().manual_seed(5)
+    size = 3 * dist.get_world_size()
+    masks, kinds = (torch.randint(2, (size, 7), generator=draw) for _ in range(2))
+    losses = torch.randn(size, 7, generator=draw, dtype=torch.float64).requires_grad_()
+    own = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    return masks, kinds.bool(), losses, own
+
+
+def check_kinds_of_tokens_have_a_mean_each_as_the_page_says():
+    page = Path(__file__).parents[2] / "docs/which-mode.md"
+    (lines,) = re.findall(r"```python\n(tokens = .*?)```", page.read_text(), re.DOTALL)
+    masks, kinds, losses, own = of_kinds()
+    aggregator = SimpleNamespace(dp_group=dist.group.WORLD)
+    given = {"torch": torch, "dist": dist, "aggregator": aggregator}
+    given |= {"mask": masks[own], "is_image": kinds[own]}
+    exec(lines, given)
+    v = given["v"]
+    plan = planned(
+        Aggregation("token_sum", count="weights"),
+        active_tokens=masks[own].sum(-1),
+        token_weight_sums=[math.fsum(one) for one in v.tolist()],
+    )
+    layout = Layout.thd_zigzag([0, 7, 14, 21], cp_size=1, cp_rank=0)
+    reducer = plan.reducer(range(3), masks[own].flatten(), layout, token_weights=v.flatten())
+    compare_with_means(reducer(losses[own].flatten()), masks, kinds, losses)
+
+
+def check_kinds_of_sequences_have_a_mean_each_as_prompts():
+    masks, _, losses, own = of_kinds()
+    kind_A = [place % 2 for place in range(len(masks))]
+    active = masks[own].sum(-1)
+    plan = planned(Aggregation("prompt_mean"), active_tokens=active, prompt=kind_A[own])
+    layout = Layout.thd_zigzag([0, 7, 14, 21], cp_size=1, cp_rank=0)
+    reducer = plan.reducer(range(3), masks[own].flatten(), layout)
+    kinds = torch.tensor(kind_A).bool()[:, None].expand(-1, 7)
+    compare_with_means(reducer(losses[own].flatten()), masks, kinds, losses)
+
+
+def compare_with_means(partial_loss, masks, kinds, losses):
+    """Compare loss and gradient with half of each kind's mean over the tokens of all ranks."""
+    means = []
+    for kind in (False, True):
+        tokens = [
+            losses[row, t]
+            for row in range(len(masks))
+            for t in range(7)
+            if masks[row, t] and bool(kinds[row, t]) == kind
+        ]
+        means.append(sum(tokens) / len(tokens))
+    expected = sum(means) / 2
+    found = [partial_loss, *torch.autograd.grad(partial_loss, losses)]
+    for one in found:
+        dist.all_reduce(one.detach())
+    wanted = [expected, *torch.autograd.grad(expected, losses)]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
 def main():

@@ -82,11 +82,66 @@ def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("tokenmean", "token_mean"), ("promt_mean", "prompt_mean"), ("mean", "row_mean")],
+    [
+        ("tokenmean", "token_mean"),
+        ("promt_mean", "prompt_mean"),
+        ("toekn_maen", "token_mean"),
+        ("sample-means", "sample_mean"),
+        ("lenght_power", "length_power"),
+        ("balancd", "balanced"),
+        ("gpro", "grpo"),
+        ("scalrl", "scalerl"),
+        ("VERL:token-men", "verl:token-mean"),
+        ("trl:dr_gpro", "trl:dr_grpo"),
+        ("openrlhf:token_levl_loss=true", "openrlhf:token_level_loss=True"),
+    ],
 )
-def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
-    with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
+def test_a_misspelling_is_answered_with_the_name(wrong, nearest):
+    with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}'"):
         Aggregation(wrong)
+
+
+OF_NO_MODE = """
+tinker:mean m2po vapo ppo rloo gepo gppo drpo dr_gspo rpgo arpo hgpo kto topr mean token_max
+token_min sample_min sample_max batch_mean group_mean turn_mean seq_mean unbalanced per_token
+token_norm length_norm constant_sum verl:prompt_mean trl:gspo trl:gppo trl:rloo unsloth:gpo
+skyrl:sequence_sum roll:prompt-mean areal:token_mean torchrl:sequence_mean miles:sum
+tunix:token-sum slime:token_mean prime-rl:token open-instruct:sum ms-swift:dr_gspo
+"""
+
+
+@pytest.mark.parametrize("name", OF_NO_MODE.split())
+def test_no_other_loss_is_suggested_for_a_name_that_no_mode_has(name):
+    with pytest.raises(AggregationError, match="unknown") as caught:
+        Aggregation(name)
+    answer = str(caught.value).partition(" Modes are ")[0].replace(name, "")
+    assert "did you mean" not in answer
+    assert not [known for known in [*MODES, *ALIASES] if repr(known) in answer]
+
+
+@pytest.mark.parametrize("name", ["dpo", "IPO", "orpo", "SimPO", "trl:dpo", "verl:dpo"])
+def test_a_loss_of_pairs_leads_to_the_example_that_trains_one(name):
+    with pytest.raises(AggregationError, match=r"is a loss of pairs .*examples/pairs\.py"):
+        Aggregation(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("bnpo", ["ms-swift:bnpo", "trl:bnpo", "unsloth:bnpo"]),
+        ("token_level_loss", [name for name in ALIASES if ":token_level_loss=" in name]),
+        ("nemo-rl:token_level_loss", [n for n in ALIASES if n.startswith("nemo-rl:token_level")]),
+        ("seq-mean-token-mean", [f"{n}:seq-mean-token-mean" for n in ("rlinf", "roll", "verl")]),
+        ("sequence_mean_token_scale", ["tunix:sequence-mean-token-scale"]),
+    ],
+)
+def test_a_name_of_several_systems_is_answered_with_what_each_means(name, named):
+    with pytest.raises(AggregationError, match=f"{name}', in full '") as caught:
+        Aggregation(name)
+    answer = str(caught.value).partition(", in full ")[2].partition(". Modes are ")[0]
+    full = [f"{name!r} ({ALIASES[name].mode}" for name in named]
+    empty = ["" if ALIASES[name].count_empty else ", count_empty=False" for name in named]
+    assert answer.split(" or ") == [f"{one}{of})" for one, of in zip(full, empty, strict=True)]
 
 
 def test_an_unrelated_name_is_answered_with_the_modes():
@@ -279,13 +334,7 @@ def test_a_papers_name_takes_its_number_after_a_colon():
     [
         ("Dr. GRPO", ["dr_grpo", "drgrpo"]),
         ("GRPO", ["grpo"]),
-        (
-            "seq-mean-token-mean",
-            [f"{system}:seq-mean-token-mean" for system in ("rlinf", "roll", "verl")],
-        ),
-        ("sequence_mean_token_scale", ["tunix:sequence-mean-token-scale"]),
         ("verl:token_mean", ["verl:token-mean"]),
-        ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
     ],
 )
 def test_a_name_of_a_paper_or_system_is_answered_with_its_own_modes(name, suggested):

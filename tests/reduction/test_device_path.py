@@ -145,7 +145,7 @@ def test_a_shadow_waits_for_no_device_and_a_record_once_when_the_step_ends(tmp_p
         step.finish()
         assert to.syncs.total() == 2
         shadows = [report["lossagg/shadow/token_sum"].tolist() for *_, report in returned]
-    assert shadows == [[2 * (0 + 1 + 2 + 3), 1], [2 * 0, 1]]  # K = 2
+    assert shadows == [[0 + 1 + 2 + 3, 1 / 2], [0, 1 / 2]]  # M DP CP = 2
     (recorded,) = read_record(tmp_path / "a.jsonl").values()
     assert (recorded.step, recorded.weight_sum, recorded.active_tokens) == (5, 1.0, 5)
 

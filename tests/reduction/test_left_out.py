@@ -1,8 +1,12 @@
 """What is left out leaves every count: the others weigh as if it had not been passed."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from aggregations import AGGREGATIONS
+from simulated_step import Threads
 from step_data import assign, make_sequences
 
 from megatron_lossagg import (
@@ -98,6 +102,35 @@ def test_policy_and_kl_have_denominators_of_their_own_in_one_step():
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     assert x.grad.tolist() == pytest.approx(y.grad.tolist(), rel=1e-12)
     assert reducer.weight_sum(torch.float64).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "row_mean"])
+def test_each_rank_finds_its_own_sequences_among_those_that_are_kept(mode, monkeypatch):
+    """Of three ranks: the sequences of the second follow those that the first keeps."""
+    monkeypatch.setattr("megatron_lossagg.reduction.plan.Exchange", Threads)
+    # Of each rank: active tokens, sample, left out.
+    ranks = [
+        [(9, 1, True), (5, 2, False), (7, 1, True)],
+        [(2, 2, False), (6, 3, False), (8, 5, True), (3, 3, False)],
+        [(4, 4, False), (11, 3, False)],
+    ]
+    kept = [(n, sample) for rank in ranks for n, sample, left_out in rank if not left_out]
+    barrier, slots = threading.Barrier(3), [None] * 3
+
+    def weights_of(rank):
+        active, sample, left_out = zip(*ranks[rank], strict=True)
+        sequences = Sequences(active_tokens=active, sample=sample, left_out=left_out)
+        group = (rank, barrier, slots)
+        return plan_step(Aggregation(mode), sequences, group=group).weights.tolist()
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(weights_of, range(3)))
+    for rank, weights in zip(ranks, found, strict=True):
+        for (n, sample, left_out), weight in zip(rank, weights, strict=True):
+            lengths = [other for other, of_sample in kept if of_sample == sample]
+            n_b = sum(lengths) if mode == "sample_mean" else len(lengths) * n
+            samples = len({of_sample for _, of_sample in kept})
+            assert weight == (0 if left_out else pytest.approx(1 / (samples * n_b), rel=1e-12))
 
 
 def test_a_step_of_which_all_is_left_out_is_an_empty_one():

@@ -87,6 +87,7 @@ def test_a_shadow_is_a_mode_with_its_number():
         ("constant:-1", "expected a finite number above 0"),
         ("custom", "expected a mode of the table"),
         ("sample_mena", "did you mean 'sample_mean'"),
+        ("constnat:4096", "did you mean 'constant'"),
         ("verl:tokenmean", "unknown name 'verl:tokenmean'"),
         ("token_mean,", "expected names of modes"),
     ],

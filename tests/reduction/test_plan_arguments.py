@@ -36,6 +36,10 @@ BAD = {
         {"active_tokens": [1], "microbatch": [3], "num_microbatches": 3},
         "names microbatch 3, num_microbatches is 3",
     ),
+    "sequences in no microbatch": (
+        {"active_tokens": [1, 2], "num_microbatches": 0},
+        r"got num_microbatches 0, expected an integer from 1 to 2\^53: pass what",
+    ),
     "a sample under two prompts": (
         {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
         "sample 4 has sequences under 2 prompts",

@@ -1,8 +1,8 @@
 """Each ``check_`` of the workers passes on three ranks that plan together."""
 
 import pytest
-from check_runner import checks_of
-from conftest import TESTS, early, launched
+from check_runner import assert_passed, checks_of
+from conftest import TESTS, early, ended
 
 WORKERS = (
     "reduction/plan_worker.py",
@@ -13,11 +13,11 @@ CHECKS = [(worker, check) for worker in WORKERS for check in checks_of(TESTS / w
 
 
 @early
-def printed():
-    """Return the lines of each worker."""
-    return {worker: launched(worker, processes=3, timeout=120).splitlines() for worker in WORKERS}
+def each_worker():
+    """Return how each worker ended."""
+    return {worker: ended(worker, processes=3, timeout=120) for worker in WORKERS}
 
 
 @pytest.mark.parametrize(("worker", "check"), CHECKS)
-def test_over_three_ranks(printed, worker, check):
-    assert f"PASSED check_{check}" in printed[worker]
+def test_over_three_ranks(each_worker, worker, check):
+    assert_passed(check, each_worker[worker])

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_partial_losses import check_partial_losses
 
 from megatron_lossagg import Sequences, plan_step
@@ -15,6 +13,8 @@ from megatron_lossagg.reduction.totals import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 pytestmark = pytest.mark.filterwarnings("ignore:the plan counts no active token")
 
 

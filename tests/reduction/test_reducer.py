@@ -208,6 +208,13 @@ def test_losses_given_as_s_b_to_bshd_are_refused(cp):
             made(wrong)
 
 
+@pytest.mark.parametrize("reduced", [torch.sum, torch.mean])
+def test_one_loss_of_a_whole_microbatch_is_refused_as_what_it_is(reduced):
+    made = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    with pytest.raises(ReducerError, match="one loss without a dimension, expected 6 per-token"):
+        made(reduced(torch.arange(6.0)))
+
+
 def test_packed_losses_in_sequences_are_read_where_each_sequence_begins_with_a_segment():
     made = a_plan((3, 3)).reducer([0, 1], torch.ones(6), thd(3, 3))
     assert made(torch.arange(6.0).reshape(2, 3)).item() == 15

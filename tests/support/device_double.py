@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import megatron_lossagg
+
+PACKAGE, TORCH = (Path(module.__file__).parent for module in (megatron_lossagg, torch))
 READING_OPERATIONS = {
     "_local_scalar_dense",
     "is_nonzero",
@@ -167,10 +170,10 @@ def _place():
     """Return ``file:line`` of the innermost frame in the package, or else outside of torch."""
     frame, outside = sys._getframe(1), None
     while frame is not None:
-        file = frame.f_code.co_filename
-        if "/megatron_lossagg/" in file:
-            return f"{file[file.rindex('/megatron_lossagg/') + 1 :]}:{frame.f_lineno}"
-        if outside is None and file != __file__ and "/torch/" not in file:
-            outside = f"{Path(file).name}:{frame.f_lineno}"
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(PACKAGE):
+            return f"{file.relative_to(PACKAGE.parent)}:{frame.f_lineno}"
+        if outside is None and str(file) != __file__ and not file.is_relative_to(TORCH):
+            outside = f"{file.name}:{frame.f_lineno}"
         frame = frame.f_back
     return outside

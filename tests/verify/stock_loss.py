@@ -1,17 +1,22 @@
 """``loss_func`` of the checkout's pretrain_gpt.py, for ``check_loss``."""
 
+from functools import cache
 from types import SimpleNamespace
 
-from megatron_lossagg.cpu.training import install_training
 
-install_training()
+@cache
+def pretrain_gpt():
+    """Import it on the ranks, which the stand-ins change."""
+    from megatron_lossagg.cpu.training import install_training
 
-import pretrain_gpt  # noqa: E402
+    install_training()
+    import pretrain_gpt
 
-pretrain_gpt.get_args = lambda: SimpleNamespace(
-    check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False
-)
+    pretrain_gpt.get_args = lambda: SimpleNamespace(
+        check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False
+    )
+    return pretrain_gpt
 
 
 def loss_func(microbatch, output):
-    return pretrain_gpt.loss_func(microbatch["loss_mask"], output)
+    return pretrain_gpt().loss_func(microbatch["loss_mask"], output)

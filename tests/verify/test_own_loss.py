@@ -1,17 +1,21 @@
 """``check_loss``: a loss function of one's own on every split, and what it is named."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import fork_server
+from conftest import ENVIRONMENT, fork_server
 from frameworks import checkout_of, needs
 from own_losses import gspo, gspo_of_parts, pretrain_gpt, sequences, seventh, sum_over_7
 
 from megatron_lossagg import check_loss
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.own_loss import SPLITS, LossCheck
+from megatron_lossagg.verify.own_loss import SPLITS, LossCase, LossCheck
 
 M3, DP2, CP2, BSHD, ALL, ALL_BSHD = SPLITS
 
@@ -40,6 +44,8 @@ def test_stock_is_named_a_mean_per_microbatch_in_one_scaling_and_passes_in_the_o
     assert all(case.passed and case.measured == "1" for case in per_token)
     assert not check.passed
     assert str(check).startswith("FAIL: own_losses:pretrain_gpt trains what one process")
+    only = "It is right with --calculate-per-token-loss only (--loss-scaling per_token)"
+    assert str(check).splitlines()[1] == only
     assert max(map(len, str(check).splitlines())) <= 80
 
 
@@ -72,7 +78,7 @@ def test_a_gradient_that_is_not_finite_is_no_pass():
 @pytest.mark.launches
 def test_a_bool_column_stays_one():
     check = checked("of_selected", "own_losses:bool_masks", loss_scaling="per_token", splits=[M3])
-    assert check.passed, check
+    assert check.passed, str(check)
 
 
 @pytest.mark.launches
@@ -80,7 +86,7 @@ def test_a_bool_column_stays_one():
 def test_megatron_lms_own_loss_func_is_named_as_its_formula_is(monkeypatch):
     monkeypatch.syspath_prepend(checkout_of("Megatron-LM"))
     check = check_loss("stock_loss:loss_func", loss_scaling=("average", "per_token"))
-    assert check.references == {"average": "token_mean", "per_token": "token_mean"}, check
+    assert check.references == {"average": "token_mean", "per_token": "token_mean"}, str(check)
     average, per_token = check.cases[:6], check.cases[6:]
     assert all(case.passed for case in per_token)
     assert average[0].causes == ["a mean of one token mean per microbatch"]
@@ -90,9 +96,9 @@ def test_megatron_lms_own_loss_func_is_named_as_its_formula_is(monkeypatch):
 @pytest.mark.launches
 def test_a_right_global_mean_passes_and_a_seventh_of_it_is_named():
     right, wrong = checked("global_mean"), check_loss(seventh, loss_scaling="average")
-    assert right.passed, right
+    assert right.passed, str(right)
     assert right.references == {"average": "token_mean"}
-    assert wrong.passed, wrong
+    assert wrong.passed, str(wrong)
     assert wrong.references == {"average": "0.142857 = 1/7 times token_mean"}
 
 
@@ -125,7 +131,7 @@ def test_a_policy_loss_is_no_mode_and_its_cause_is_found():
 @pytest.mark.launches
 def test_a_loss_may_communicate_and_is_wrong_where_it_should_have():
     right = check_loss(gspo, "own_losses:sequences", loss_scaling="per_token")
-    assert right.passed, right
+    assert right.passed, str(right)
     wrong = check_loss(gspo_of_parts, sequences(), loss_scaling="per_token")
     assert [case.passed for case in wrong.cases] == ["cp" not in split for split in SPLITS]
     assert "no known cause" in wrong.cases[2].measured
@@ -145,6 +151,7 @@ def test_a_loss_that_trains_other_tokens_is_no_pass():
 def test_what_a_loss_function_raises_is_the_failure(capsys):
     check = checked("raises", splits=[M3])
     assert (check.passed, [*check.cases]) == (False, [])
+    assert str(check).startswith("FAIL: own_losses:raises was not measured\n")
     assert "KeyError: 'rewards'" in str(check)
 
 
@@ -189,12 +196,82 @@ def test_options_of_a_model_or_a_mode_are_refused(flags, words, capsys):
         ({"splits": []}, "got no splits"),
         ({"loss_scaling": "per-token"}, "loss_scaling: got 'per-token', expected one of"),
         ({"loss_scaling": None}, "loss_scaling: got None"),
-        ({"loss_func": "no_such_module:loss"}, "expected pkg.mod:name of a module that is found"),
+        ({"loss_func": "no_such_module:loss"}, "loss_func 'no_such_module:loss' raised ModuleNot"),
+        ({"loss_func": "own_losses:gpso"}, "did you mean 'gspo'"),
+        ({"loss_func": "own_losses"}, "which is not callable"),
+        ({"batch": "own_losses:sequnces"}, "did you mean 'sequences'"),
+        ({"batch": "gc:enable"}, "batch: got None, expected at least 7"),
+        ({"batch": "own_losses:gspo"}, "batch 'own_losses:gspo' raised TypeError"),
     ],
 )
-def test_wrong_arguments_are_refused_before_a_process_starts(arguments, words):
+def test_wrong_arguments_are_refused_before_a_process_starts(arguments, words, monkeypatch):
+    monkeypatch.delattr("megatron_lossagg.verify.job.launch")
     with pytest.raises(ProofError, match=words.replace("[", r"\[")):
         check_loss(**{"loss_func": gspo, "loss_scaling": "average", **arguments})
+
+
+def case(loss_scaling, passed):
+    """Return a case; what it measured is of no interest."""
+    return LossCase(
+        split="DP 2",
+        loss_scaling=loss_scaling,
+        smallest=1.0,
+        largest=1.0,
+        factor=1.0,
+        equals=[],
+        causes=[],
+        trains="",
+        passed=passed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("average", "per_token", "said"),
+    [
+        (True, False, "right without --calculate-per-token-loss only (--loss-scaling average)"),
+        (False, True, "right with --calculate-per-token-loss only (--loss-scaling per_token)"),
+        (False, False, ""),
+        (True, True, ""),
+    ],
+)
+def test_a_loss_that_is_right_in_one_loss_scaling_is_said_to_be_for_it(average, per_token, said):
+    cases = [case("average", True), case("average", average), case("per_token", per_token)]
+    text = str(LossCheck(loss_func="a:b", references={}, cases=cases))
+    assert said in text
+    assert ("only" in text) == bool(said)
+    early = LossCheck(loss_func="a:b", references={}, cases=cases, failure="A rank failed")
+    assert "only" not in str(early)
+    assert "only" not in str(LossCheck(loss_func="a:b", references={}, cases=cases[:2]))
+
+
+def documented(language):
+    """Return the blocks of a language in docs/verify.md's section on a loss of one's own."""
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    section = page.partition("## Your own loss")[2].partition("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.mark.launches
+def test_the_documented_test_shows_the_table_of_a_wrong_loss(tmp_path):
+    """As pytest prints it, which cuts an object that is no string."""
+    loss, test = documented("python")
+    wrong = loss.replace("return loss,", "return loss / num_tokens.clamp(min=1),")
+    assert wrong != loss
+    (tmp_path / "my_losses.py").write_text(wrong)
+    (tmp_path / "test_my_loss.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_my_loss.py"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    env = {**ENVIRONMENT, "PYTHONPATH": path, "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    printed, _, _ = done.stdout.partition("assert False")
+    table = [line.removeprefix("E").strip() for line in printed.splitlines() if line[:1] == "E"]
+    whole = " ".join(table)
+    assert "FAIL: my_losses:loss_func trains what one process trains in " in whole
+    for split in ("DP 1, M 3", "DP 2, M 1", "CP 2, M 1", "DP 1, M 1, bshd", "DP 2 x CP 2, M 3"):
+        (row, *_) = [line for line in table if re.match(rf"{split}  ", line)]
+        assert re.search(r"  [\d.]", row)
+    assert "..." not in whole
 
 
 def test_no_case_is_no_pass():

@@ -18,11 +18,12 @@ from megatron_lossagg.cli import verify as command_module
 from megatron_lossagg.cli.explanation import explain, read_lengths
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.plans import Split
+from megatron_lossagg.cpu.launch import launch
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
 from megatron_lossagg.verify.cases import CASES
-from megatron_lossagg.verify.environment import environment
-from megatron_lossagg.verify.job import Job, read_job, write_job
+from megatron_lossagg.verify.environment import crowding, environment
+from megatron_lossagg.verify.job import Job, failure_of, read_job, write_job
 from megatron_lossagg.verify.parallelism import standard
 from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.verify.text import number_of
@@ -63,6 +64,8 @@ def test_one_layout_passes_in_text_json_and_markdown(one_layout):
     assert status == 0, out + err
     first, *lines = out.splitlines()
     assert first.startswith("PASS: 2 of 2 cases pass on 1 layout of 2 ranks, megatron-core ")
+    layout = "lossagg: DP 2 x EP 2, M 3, MoE: "
+    assert f"{layout}layout 1 of 1 runs\n" in err.partition(f"{layout}2 of 2 cases passed")[0]
     assert "cases pass" not in "".join(lines)  # the result of one layout is printed once
     assert [line.split()[:4] for line in lines if line.startswith("  constant")] == [
         ["constant", "1/(B", "40)", loss_scaling] for loss_scaling in ("average", "per_token")
@@ -195,6 +198,14 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--tp", "3"], "tp 3 does not divide the model's 32 token ids"),
         (["--dp", "2", "--sequence-parallel"], "give tp above 1"),
         (["--moe", "--tp", "2"], "experts with tp above 1 under sequence_parallel"),
+        (["--loss-aggregation-reducer-path", "math:nope"], "has no attribute 'nope'"),
+        (["--loss-aggregation-weights-path", "no_such:weights"], "No module named 'no_such'"),
+        (["--loss-func", "math:fsom"], "did you mean 'fsum'?"),
+        (["--loss-func", "math:pi"], "is not callable"),
+        (["--loss-func", "no_such:loss"], "No module named 'no_such'"),
+        (["--loss-func", "math:fsum", "--batch", "math:nope"], "has no attribute 'nope'"),
+        (["--loss-func", "math:fsum", "--batch", "math:fsum"], "raised TypeError("),
+        (["--loss-func", "math:fsum", "--batch", "time:time"], "expected at least 7"),
         (["--dp", "2", "--float32", "--bf16"], "got float32 with bf16, expected one of them"),
         (["--float32"], "float32 without a size"),
         (
@@ -203,7 +214,8 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         ),
     ],
 )
-def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):
+def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, monkeypatch, arguments, message):
+    monkeypatch.delattr(job_module, "launch")  # no rank is started
     assert main(["verify", *arguments]) == 2
     out, err = capsys.readouterr()
     assert message in err
@@ -341,3 +353,67 @@ def test_the_commit_of_megatron_core_is_that_of_its_checkout(tmp_path, tracked, 
 def test_nouns_agree_with_their_counts():
     counts = [number_of(1, "rank"), number_of(2, "layout"), number_of(0, "microbatch")]
     assert counts == ["1 rank", "2 layouts", "0 microbatches"]
+
+
+def test_more_ranks_than_cores_or_memory_are_said_first(tmp_path, monkeypatch):
+    """Of this machine, and of a container whose limits are less."""
+    meminfo, limits = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text("MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: 3000000 kB\n")
+    limits.mkdir()
+    monkeypatch.setattr(environment_module, "_MEMINFO", meminfo)
+    monkeypatch.setattr(environment_module, "_CGROUP", limits)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {*range(8)}, raising=False)
+    assert crowding(8) == []
+    shared, needed = crowding(11)
+    assert shared == "11 ranks share 8 cores: they wait for each other"
+    assert needed.startswith("11 ranks need about 3.3 GB of memory, and 3.0 GB are free: ")
+    (limits / "cpu.max").write_text("200000 100000\n")
+    (limits / "memory.max").write_text("1500000000\n")
+    shared, needed = crowding(6)
+    assert shared.startswith("6 ranks share 2 cores: ")
+    assert "1.8 GB of memory, and 1.5 GB are free" in needed
+    (limits / "cpu.max").write_text("max 100000\n")
+    (limits / "memory.max").write_text("max\n")
+    assert crowding(8) == []
+    meminfo.unlink()
+    assert crowding(8) == []
+
+
+ENDS = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    {end}
+time.sleep(60)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Rank 1 was killed (SIGKILL) and raised no error"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "Rank 1 was ended by SIGABRT and raised no error"),
+        ("sys.exit('[rank1]: no disk')", "A rank failed\n[rank1]: no disk"),
+    ],
+)
+def test_a_rank_that_a_signal_ends_is_told_from_one_that_fails(tmp_path, end, said):
+    """By torch's launcher, whose words are read."""
+    (tmp_path / "rank.py").write_text(ENDS.format(end=end))
+    failure = failure_of(launch([str(tmp_path / "rank.py")], processes=2, timeout=300))
+    assert failure.startswith(said)
+    assert ("memory" in failure.splitlines()[0]) == ("SIGKILL" in end)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (-9, "The launcher was killed (SIGKILL) and raised no error. The kernel does it if memory"),
+        (-11, "The launcher was ended by SIGSEGV and raised no error\n[rank0]: last"),
+        (1, "A rank failed\n[rank0]: last"),
+        (0, ""),
+    ],
+)
+def test_a_launcher_that_a_signal_ends_is_named(status, said):
+    done = subprocess.CompletedProcess([], status, "", "[rank0]: last\n")
+    assert failure_of(done).startswith(said)
+    assert bool(failure_of(done)) == bool(status)

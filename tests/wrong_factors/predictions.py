@@ -123,7 +123,7 @@ def multiple(gradient, report=lambda facts: 1):
 
 
 def scaled_as(**sizes):
-    """Predict K and report factor of a step with other sizes, each computed from the facts."""
+    """Predict K and reports of a step with other sizes, each computed from the facts."""
 
     def wrong(facts):
         changed = {name: size(facts) for name, size in sizes.items()}
@@ -131,7 +131,7 @@ def scaled_as(**sizes):
 
     return multiple(
         lambda facts: Fraction(wrong(facts).k, facts.scaling.k),
-        lambda facts: Fraction(wrong(facts).report_factor, facts.scaling.report_factor),
+        lambda facts: Fraction(wrong(facts).m_dp_cp, facts.scaling.m_dp_cp),
     )
 
 

@@ -30,6 +30,11 @@ def checked_losses(x: Tensor, layout: Layout, num_past_end: int) -> Tensor:
     num_losses = layout.num_tokens if layout.is_gathered else layout.num_local_tokens
     past_end = num_past_end if layout.is_gathered else num_past_end // layout.cp_size
     if x.numel() not in (num_losses, num_losses + past_end):
+        if not x.dim():
+            raise ReducerError(
+                f"got one loss without a dimension, expected {num_losses} per-token losses: sum "
+                "and divide by nothing before, for the weights do both"
+            )
         whose = "the whole mask" if layout.is_gathered else "this rank's slice"
         raise ReducerError(
             f"got {x.numel()} per-token losses (shape {tuple(x.shape)}), the layout "

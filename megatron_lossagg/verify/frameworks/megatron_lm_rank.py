@@ -2,7 +2,8 @@
 
 Its events: one per training step, ``{"step": losses by name, "grad_norm"}``, and one per
 evaluation, ``{"evaluate": losses by name}``. On one process each step is computed by the reference
-too: ``{"wanted", "grad_norm", "sequences"}``. Weights do not depend on the layout.
+too, ``{"wanted", "grad_norm", "sequences"}``, and each evaluation as one step of all that it reads:
+``{"of_evaluation"}``. Weights do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class ScriptJob:
 def watch(training: Any, write: _Write) -> None:
     """Write what steps and evaluations of ``megatron.training.training`` return."""
     train_step, evaluate = training.train_step, training.evaluate
+    evaluate_and_print, evaluated = training.evaluate_and_print_results, []
     setup = training.setup_model_and_optimizer
 
     def values(losses: Any) -> dict[str, float]:
@@ -79,7 +81,15 @@ def watch(training: Any, write: _Write) -> None:
     @functools.wraps(evaluate)
     def watched_evaluate(*args: Any, **kwargs: Any) -> Any:
         out = evaluate(*args, **kwargs)
-        write({"evaluate": values(out[0])})
+        evaluated.append(out[0])
+        return out
+
+    @functools.wraps(evaluate_and_print)
+    def watched_print(*args: Any, **kwargs: Any) -> Any:
+        evaluated.clear()
+        out = evaluate_and_print(*args, **kwargs)
+        for losses in evaluated:  # as they are printed: a wrapper of evaluate may change them
+            write({"evaluate": values(losses)})
         return out
 
     @functools.wraps(setup)
@@ -92,12 +102,14 @@ def watch(training: Any, write: _Write) -> None:
         return out
 
     training.train_step, training.evaluate = watched_step, watched_evaluate
+    training.evaluate_and_print_results = watched_print
     training.setup_model_and_optimizer = setup_with_own_weights
 
 
 def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
-    """Compute each training step by the reference, from the batches that the script reads."""
-    get_schedule = training.get_forward_backward_func
+    """Compute steps and evaluations by the reference, from the batches that the script reads."""
+    get_schedule, evaluate = training.get_forward_backward_func, training.evaluate
+    evaluated: list[dict[str, Any]] = []
 
     def get(*args: Any, **kwargs: Any) -> Any:
         schedule = get_schedule(*args, **kwargs)
@@ -111,13 +123,24 @@ def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
                     yield dict(batch)
 
             result = schedule(**{**call, "data_iterator": recorded(call["data_iterator"])})
-            if not call.get("forward_only"):
+            if call.get("forward_only"):
+                evaluated.extend(batches)
+            else:
                 write(wanted(call["model"][0], batches, keywords))
             return result
 
         return run
 
-    training.get_forward_backward_func = get
+    @functools.wraps(evaluate)
+    def evaluate_too(
+        forward_step: Any, data_iterator: Any, model: Any, *args: Any, **more: Any
+    ) -> Any:
+        evaluated.clear()
+        out = evaluate(forward_step, data_iterator, model, *args, **more)
+        write({"of_evaluation": wanted(model[0], evaluated, keywords)["wanted"]})
+        return out
+
+    training.get_forward_backward_func, training.evaluate = get, evaluate_too
 
 
 def wanted(
