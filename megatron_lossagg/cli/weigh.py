@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture", type=Path, metavar="FILE", help="draw the last weighed step (.svg, .png)"
     )
     options.add_argument(
-        "--expect", type=_compared, metavar="MODE", help="exit with 1 unless this is trained"
+        "--expect",
+        type=_compared,
+        metavar="MODE",
+        help="exit with 1 unless this, or one of several with commas, is trained",
     )
     options.add_argument(
         "--trust", action="store_true", help="with --expect: also where f could not be measured"
@@ -47,13 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_command.add_arguments(parser)
 
 
-def _compared(name: str) -> str:
-    """Return the name of a mode that weights show."""
-    if name in COMPARED:
-        return name
-    modes = f"expected one that weights show: {', '.join(COMPARED)}"
-    known = f"got {name!r}" if name in MODES else unknown_name("mode", name)
-    raise argparse.ArgumentTypeError(f"{known}; {modes}")
+def _compared(names: str) -> tuple[str, ...]:
+    """Return the names of modes that weights show, separated by commas."""
+    found = tuple(names.split(","))
+    modes = f"expected some that weights show: {', '.join(COMPARED)}"
+    for name in found:
+        if name not in COMPARED:
+            known = f"got {name!r}" if name in MODES else unknown_name("mode", name)
+            raise argparse.ArgumentTypeError(f"{known}; {modes}")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,15 +102,21 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.expect is not None and (unmet := _unmet(steps[-1], args)):
         if os.environ.get("RANK", "0") == "0":
-            say(f"expected {args.expect}, and {unmet}")
+            say(f"expected {' or '.join(args.expect)}, and {unmet}")
         return 1
     return int(bool(unwritten))
 
 
 def _unmet(step: Weighed, args: argparse.Namespace) -> str:
     """Say why a step does not train what is expected, or nothing."""
-    if not step.fits_mode(args.expect):
-        return f"the run trains {step.trains or 'no mode'}"
+    fitting = [mode for mode in args.expect if step.fits_mode(mode)]
+    if not fitting:
+        return f"the verdict is: {step.verdict}"
+    if others := [mode for mode in step.alike(fitting[0]) if mode not in args.expect]:
+        return (
+            f"this step does not tell {fitting[0]} from {' and '.join(others)}: weigh a later one "
+            "(--at), or expect these too"
+        )
     if not step.is_measured and not args.trust:
         return "what gradients are multiplied by was not measured: pass --trust to take it as read"
     return ""

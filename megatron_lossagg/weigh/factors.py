@@ -225,11 +225,27 @@ class TorchRun:
         return 1 / self._size
 
     def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
-        """Return this run."""
-        return self
+        """Return the run whose ranks of this group hold parts of the same sequences."""
+        ranks = [] if cp_group is None else dist.get_process_group_ranks(cp_group)
+        if len(ranks) < 2:
+            return self
+        run, size, sizes = copy(self), len(ranks), self.place.sizes
+        is_next = max(ranks) - min(ranks) == size - 1
+        run.place = replace(
+            self.place,
+            dp_rank=min(ranks) // (size if is_next else 1),
+            cp_rank=dist.get_rank(cp_group),
+            sizes={**sizes, "DP": self._size // size, "CP": size},
+        )
+        return run
 
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
         """Return the layout of packed sequences, or of a batch whose entries are sequences."""
+        if cu_seqlens is not None and self.place.sizes["CP"] > 1:
+            raise ContractError(
+                "got cu_seqlens with a cp_group outside of Megatron, expected lengths=: pass how "
+                "many tokens of each sequence this rank holds"
+            )
         if cu_seqlens is not None:
             return Layout.thd_zigzag(_offsets(cu_seqlens), cp_size=1, cp_rank=0)
         b, s = shape if len(shape) == 2 else (1, *shape)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from megatron_lossagg.weigh.measured import Added
+from megatron_lossagg.weigh.calls import number_of_pass
+from megatron_lossagg.weigh.measured import Added, Array
 
 _PARAMETERS, _ENTRIES = 4, 128
 """How many parameters are heard, and of each how many entries at most."""
@@ -41,6 +42,7 @@ class Candidate:
     """What adds to its gradient in a backward pass."""
     _heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each backward pass: what was there before, and what it added."""
+    _passes: list[int] = field(default_factory=list)
     _after: Tensor | None = None
 
     def _some(self, values: Tensor) -> Tensor:
@@ -62,27 +64,37 @@ class Candidate:
         added, before = gradients[0], self._gradient
         if added is not None and not added.is_sparse:
             added = self._some(added)
-            self._heard.append(
-                (torch.zeros_like(added) if before is None else self._some(before), added)
-            )
+            was = torch.zeros_like(added) if before is None else self._some(before)
+            self._heard.append((was, added))
+            self._passes.append(number_of_pass())
 
     def read(self) -> None:
         """Keep the gradient as it is now. No host sync."""
         if self._gradient is not None:
             self._after = self._some(self._gradient)
 
+    def _begun(self) -> tuple[Array, Array, int]:
+        """Return what was heard, and in which pass the gradient was zero for the last time."""
+        nothing = torch.zeros(1) if self._after is None else torch.zeros_like(self._after)
+        before, added = (
+            np.stack([values.double().cpu().numpy() for values in of])
+            for of in zip(*(self._heard or [(nothing, nothing)]), strict=True)
+        )
+        zero = [k for k in range(len(before)) if not before[k].any()]
+        return before, added, max(zero, default=0)
+
+    @property
+    def gone(self) -> int:
+        """The last backward pass of which what it added was zeroed; waits for the device."""
+        _, added, first = self._begun()
+        return max(self._passes[:first], default=-1) if added[:first].any() else -1
+
     def result(self) -> Added | None:
         """Return what was heard; None if it was not read. Waits for the device."""
         is_fused = getattr(self.parameter, "grad_added_to_main_grad", False)
         if self._after is None or is_fused:
             return None
-        nothing = torch.zeros_like(self._after)
-        before, added = (
-            np.stack([values.double().cpu().numpy() for values in of])
-            for of in zip(*(self._heard or [(nothing, nothing)]), strict=True)
-        )
-        # What was added before the gradient was zeroed is gone.
-        first = max((k for k in range(len(before)) if not before[k].any()), default=0)
+        before, added, first = self._begun()
         after = self._after.double().cpu().numpy()
         if (gradient := self._gradient) is not None:
             low, high = self.owned(gradient)
@@ -139,6 +151,11 @@ class Listening:
         """
         queue = Variable._execution_engine.queue_callback
         queue(partial(queue, partial(queue, self.read)))
+
+    @property
+    def gone(self) -> int:
+        """The last backward pass whose gradients were zeroed, -1 if none; waits for the device."""
+        return max((one.gone for one in self._heard), default=-1)
 
     def results(self) -> list[Added]:
         """Return what this rank has heard; waits for the device."""

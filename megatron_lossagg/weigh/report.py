@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lossagg.weigh.compare import Weighed, WeighedSequence
 
 _MOST = 3
+_LEGEND = "  # has a weight, . has none, ! has one outside of the mask, 0 has none in it"
 _READ = (
     "what gradients are multiplied by after the losses could not be measured, for no small "
     "parameter had a gradient of its own, and is what Megatron's or torch's own code does"
@@ -38,6 +39,11 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         lines.append(f"  {name:<28}{low:>10.4g}{high:>10.4g}")
     if step.inside > 1 + 1e-6:
         lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
+    if step.lacks:
+        needed = ", ".join(f"{name} ({what})" for name, what in step.lacks.items())
+        lines.append(_wrapped("  not compared: ", needed))
+    if step.shown:
+        lines += ["", _wrapped("positions of ", step.shown), _LEGEND]
     relative = sorted(zip(step.relative, step.sequences, strict=True), key=lambda pair: pair[0])
     if relative and step.trains is None:
         shown = relative if len(relative) <= 2 * _MOST else relative[:_MOST] + relative[-_MOST:]
@@ -67,6 +73,9 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "num_empty": step.num_empty,
         "weight_sum": step.weight_sum,
         "unknown": step.unknown,
+        "outside": step.outside,
+        "missed": step.missed,
+        "lacks": dict(step.lacks),
         "is_measured": step.is_measured,
         "trains": step.trains,
         "fits": [*step.fits],
