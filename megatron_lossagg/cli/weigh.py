@@ -23,7 +23,7 @@ from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.reduction.aliases import unknown_name
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.weigh.compare import COMPARED, Weighed
+from megatron_lossagg.weigh.compare import COMPARED, NEEDS, Weighed
 
 _PICTURES = (".svg", ".png", ".pdf")
 
@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _compared(names: str) -> tuple[str, ...]:
     """Return the names of modes that weights show, separated by commas."""
     found = tuple(names.split(","))
-    modes = f"expected some that weights show: {', '.join(COMPARED)}"
+    modes = f"expected some that weights show: {', '.join([*COMPARED, *NEEDS])}"
     for name in found:
-        if name not in COMPARED:
+        if name not in {*COMPARED, *NEEDS}:
             known = f"got {name!r}" if name in MODES else unknown_name("mode", name)
             raise argparse.ArgumentTypeError(f"{known}; {modes}")
     return found
@@ -110,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
 def _unmet(step: Weighed, args: argparse.Namespace) -> str:
     """Say why a step does not train what is expected, or nothing."""
     fitting = [mode for mode in args.expect if step.fits_mode(mode)]
+    if not fitting and {*args.expect} <= {*step.lacks}:
+        needed = ", ".join(f"{name} needs {step.lacks[name]}" for name in args.expect)
+        return f"this run tells nothing of it: {needed}, as under --loss-aggregation"
     if not fitting:
         return f"the verdict is: {step.verdict}"
     if others := [mode for mode in step.alike(fitting[0]) if mode not in args.expect]:

@@ -41,6 +41,7 @@ from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.weigh.listen import is_in_backward
+from megatron_lossagg.weigh.told import tell
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -323,6 +324,8 @@ class Step:
         assert layout is not None
         self._guards.tell("on_microbatch", layout)
         reducer = plan.reducer(sequences, mask, layout, token_weights=token_weights)
+        if not self.forward_only:
+            tell(plan.aggregation, plan.sequences, sequences)
         if positions is not None:
             found = reducer.microbatch
             past_end, faults = found.num_past_end, plan.state.faults

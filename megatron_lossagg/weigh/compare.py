@@ -6,7 +6,7 @@ NumPy only; knows no groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -376,14 +376,15 @@ def _weights(
     if not sequences:
         return {}, lacks, None
     of_samples = {one.sample for one in sequences}
-    ids = {one.sample for one in empty if one.sample is not None} - of_samples
+    others = [one for one in empty if one.sample is not None] if "sample" in passed else []
+    ids = {one.sample for one in others} - of_samples
     known_empty = len(ids) if "sample" in passed else None
     compared = [mode for mode in MODES.values() if mode.denominator and mode.name not in lacks]
     if "sample" in passed and len(of_samples) == len(sequences):
         compared = [mode for mode in compared if mode.name != "row_mean"]  # it is sample_mean
     compared.sort(key=lambda mode: (mode.name in NEEDS, [*COMPARED, *NEEDS].index(mode.name)))
-    counts = _counts(sequences, ranks, given, num_empty=known_empty or 0)
-    without = _counts(sequences, ranks, given, num_empty=0)
+    counts = _counts(sequences, others, ranks, given)
+    without = _counts(sequences, [], ranks, given)
     weights: _Weights = {}
     for mode in compared:
         one = np.ones(len(sequences))
@@ -400,43 +401,49 @@ def _weights(
 
 def _counts(
     sequences: Sequence[WeighedSequence],
+    empty: Sequence[WeighedSequence],
     ranks: Sequence[RankWeights],
     given: Mapping[str, float],
-    *,
-    num_empty: int,
 ) -> Any:
-    """Return what the denominators of ``MODES`` read."""
-    n_S = np.array([one.tokens for one in sequences], dtype=np.float64)
-    own = [(one.dp_rank, one.microbatch, one.sequence) for one in sequences]
+    """Return what the denominators of ``MODES`` read, of each of ``sequences``.
 
-    def of(ids: Sequence[Hashable], values: Any) -> Any:
+    ``empty``: those without a token that are counted too.
+    """
+    every = [*sequences, *empty]
+    n = np.array([one.tokens for one in every], dtype=np.float64)
+    one_each = np.ones(len(every))
+
+    def of(key: Callable[[WeighedSequence], Hashable], values: Any) -> Any:
         sums: dict[Hashable, float] = {}
-        for key, value in zip(ids, values, strict=True):
-            sums[key] = sums.get(key, 0.0) + value
-        return np.array([sums[key] for key in ids])
+        for one, value in zip(every, values, strict=True):
+            sums[key(one)] = sums.get(key(one), 0.0) + value
+        return np.array([sums[key(one)] for one in every])
 
-    pairs = zip(sequences, own, strict=True)
-    samples = [key if one.sample is None else one.sample for one, key in pairs]
-    groups = [one.group for one in sequences]
-    n_b, rows = of(samples, n_S), of(samples, np.ones(len(n_S)))
+    def sample(one: WeighedSequence) -> Hashable:
+        return (one.dp_rank, one.microbatch, one.sequence) if one.sample is None else one.sample
+
+    n_b, rows = of(sample, n), of(sample, one_each)
+    group_tokens = of(lambda one: one.group, n)
+    group_samples = of(lambda one: one.group, 1 / rows)
     m = {part.dp_rank: rank.sizes["M"] for rank in ranks for part in rank.parts}
-    power = n_b ** given.get("exponent", 0.0)
+    first = slice(len(sequences))
+    power = n_b[first] ** given.get("exponent", 0.0)
     return SimpleNamespace(
-        active_tokens=n_S.sum(),
-        sequence_tokens=n_S,
-        sample_tokens=n_b,
-        samples=len({*samples}) + num_empty,
-        rows=rows,
-        prompt_tokens=of([one.prompt for one in sequences], n_S),
-        prompts=len({one.prompt for one in sequences}),
-        group_tokens=of(groups, n_S),
-        group_samples=of(groups, 1 / rows),
+        active_tokens=n.sum(),
+        sequence_tokens=n[first],
+        sample_tokens=n_b[first],
+        samples=len({sample(one) for one in every}),
+        rows=rows[first],
+        prompt_tokens=of(lambda one: one.prompt, n)[first],
+        prompts=len({one.prompt for one in every}),
+        group_tokens=group_tokens[first],
+        group_samples=group_samples[first],
         divisor=given.get("divisor", 1.0),
         length_power=power,
-        length_power_sum=float((n_b / power / rows).sum()),
+        length_power_sum=float((n_b[first] / power / rows[first]).sum()),
         num_microbatches=np.array([m[one.dp_rank] for one in sequences]),
         data_parallel_size=ranks[0].sizes["DP"],
-        microbatch_tokens=of([(one.dp_rank, one.microbatch) for one in sequences], n_S),
+        microbatch_tokens=of(lambda one: (one.dp_rank, one.microbatch), n)[first],
     )
 
 
@@ -450,7 +457,9 @@ def _causes(
     if not math.isfinite(step.weight_sum):
         wrong = [s for s in step.sequences if not math.isfinite(s.weight_sum)]
         return [f"weights of {len(wrong)} sequences are not finite: 0 / 0 in the script's loss?"]
-    causes = f.difference(tolerance)
+    # What changes no weight is not named: a deferred step of this package divides by itself.
+    is_undone = any(is_near(at * f.read / f.value, 1, tolerance) for at in step.factors.values())
+    causes = f.difference(tolerance) if step.trains is None or is_undone else []
     is_divided = any(rank.is_divided for rank in ranks)
     if is_divided and not f.num_tokens and "token_sum" in step.fits:
         return ["num_tokens is 0: finalize divides by nothing"]
@@ -459,6 +468,9 @@ def _causes(
         causes += likely(counted, tolerance, is_mode=step.trains is not None)
     if not has_ids and not step.fits:
         causes += _hints(step, tolerance)
+    at = step.factors.get("sample_sum")
+    if at is not None and at > 0 and not step.fits and "constant" in step.lacks:
+        causes.append(f"or constant, if L is {1 / at:.6g}: pass divisor=")
     return causes
 
 

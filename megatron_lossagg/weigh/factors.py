@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lossagg.contract.finalize import FinalizeHook, own_finalize
+from megatron_lossagg.contract.finalize import ListeningHook, own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.held_gradients import HeldGradients
 from megatron_lossagg.contract.megatron_options import check_options
@@ -103,7 +103,7 @@ class MegatronRun:
             },
             counts=groups.is_last_stage and dist.get_rank(groups.tp_group) == 0,
         )
-        self._hook: FinalizeHook | None = None
+        self._hook: ListeningHook | None = None
 
     def begin(
         self, on_finalize: Callable[[Tensor | None], None], after: Callable[[], None]
@@ -112,7 +112,7 @@ class MegatronRun:
         config = self.chunks[0].config
         own = own_finalize(config)
         if own is not None and not isinstance(getattr(own, "__self__", None), HeldGradients):
-            self._hook = FinalizeHook(config, on_finalize, after)
+            self._hook = ListeningHook(config, on_finalize, after)
 
     def end(self) -> None:
         """Put the config's own function back."""

@@ -140,6 +140,7 @@ class Listening:
 
     def finalized(self) -> None:
         """Keep the gradients as they are now, for good."""
+        self._is_final = False
         self.read()
         self._is_final = True
 

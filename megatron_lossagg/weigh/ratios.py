@@ -56,7 +56,7 @@ def quotients(
             )
         ]
         if found:
-            return number, sorted(found, key=len)
+            return number, sorted(found, key=lambda name: (name.count("^"), len(name)))
     return 0, []
 
 

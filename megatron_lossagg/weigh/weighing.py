@@ -11,7 +11,7 @@ Source of what is in g_t: ``schedules.forward_step_calc_loss``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +31,7 @@ from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed
 from megatron_lossagg.weigh.factors import run_of
 from megatron_lossagg.weigh.listen import is_in_backward, listen
 from megatron_lossagg.weigh.parameters import Listening
+from megatron_lossagg.weigh.told import listening
 
 LOSS = "loss"
 """The name of a loss of one term."""
@@ -91,6 +92,10 @@ class Weighing:
         given = {"divisor": divisor, "exponent": exponent}
         self._given = {name: value for name, value in given.items() if value is not None}
         self._calls: list[Call] = []
+        self._told: list[dict[str, Sequence[Hashable]]] = []
+        """The ids that a step of this package has told of each microbatch."""
+        self._steps: list[Any] = []
+        """The sequences of each such step: several of a deferred one."""
         self._fault: ContractError | None = None
         """What one call of :meth:`losses` was refused for."""
         self._num_tokens: Tensor | None = None
@@ -103,11 +108,39 @@ class Weighing:
         self._has_begun = True
         self.run.begin(self._finalizes, self._parameters.finalized)
         self._parameters.begin()
+        listening.append(self._is_told)
         return self
 
     def __exit__(self, *raised: object) -> None:
+        listening.remove(self._is_told)
         self.run.end()
         self._parameters.end()
+
+    def _is_told(self, aggregation: Any, sequences: Any, numbers: Any) -> None:
+        """Note the ids of a microbatch's sequences; -1 is padding. Waits for the device."""
+        if is_in_backward():
+            return
+        places, rank = [int(number) for number in _listed(numbers)], self.run.place.dp_rank
+        self._steps += [] if any(one is sequences for one in self._steps) else [sequences]
+        step, samples = len(self._steps), sequences.sample
+        left = sequences.left_out if not aggregation.count_left_out else None
+        ids = {
+            # By default each sequence is a sample of its own.
+            "sample": lambda s: (rank, step, s) if samples is None else samples[s],
+            "prompt": None if sequences.prompt is None else sequences.prompt.__getitem__,
+            "group": None if sequences.group is None else sequences.group.__getitem__,
+        }
+        counts = [s >= 0 and (left is None or not left[s]) for s in places]
+        self._told.append(
+            {
+                name: [of(s) if is_in else None for s, is_in in zip(places, counts, strict=True)]
+                for name, of in ids.items()
+                if of is not None
+            }
+        )
+        for name in ("divisor", "exponent"):
+            if (value := getattr(aggregation, name)) is not None:
+                self._given.setdefault(name, value)
 
     def losses(
         self,
@@ -266,7 +299,7 @@ class Weighing:
             parts=[
                 part
                 for number, calls in enumerate(microbatches)
-                for part in self._parts(number, calls)
+                for part in self._parts(number, calls, is_told=len(self._told) == len(microbatches))
             ],
             num_tokens=num_tokens if counts else 0,
             is_divided=num_tokens is not None,
@@ -288,16 +321,19 @@ class Weighing:
         if num_tokens is not None:
             self._num_tokens = num_tokens.detach().clone()  # summed over ranks in place
 
-    def _parts(self, number: int, calls: Sequence[Call]) -> list[Part]:
+    def _parts(self, number: int, calls: Sequence[Call], *, is_told: bool) -> list[Part]:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
         parts: list[Part] = []
         first = 0
+        told = self._told[number] if is_told and len(calls) == 1 else {}
         for call in calls:
-            found, num_sequences = self._parts_of(number, call, first)
+            found, num_sequences = self._parts_of(number, call, first, told)
             parts, first = parts + found, first + num_sequences
         return parts
 
-    def _parts_of(self, number: int, call: Call, first: int) -> tuple[list[Part], int]:
+    def _parts_of(
+        self, number: int, call: Call, first: int, told: Mapping[str, Sequence[Hashable]]
+    ) -> tuple[list[Part], int]:
         """Return the parts of a call, and how many sequences it has; ``first``: of its first."""
         heard, run = call.trained, self.run.of_microbatch(call.cp_group)
         num_tokens = int(np.prod(heard.shape))
@@ -310,6 +346,8 @@ class Weighing:
             segments = np.repeat(layout.segment_R, layout.length_R)
             num_sequences, allows_tail = layout.num_segments, layout.allows_tail
             held_G = np.unique(segments).tolist()
+        if len(told.get("sample", ())) == num_sequences and not heard.ids:
+            heard.ids = told
         held = len(segments)
         if held > num_tokens or (held < num_tokens and not allows_tail):
             raise ContractError(
@@ -427,5 +465,5 @@ def _of_shape(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     return mask.detach()
 
 
-def _listed(ids: Ids) -> Sequence[Hashable]:
+def _listed(ids: Any) -> list[Any]:
     return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else [*ids]

@@ -27,7 +27,7 @@ def test_a_script_that_is_not_there_is_named(capsys, monkeypatch):
 
 def test_only_a_mode_that_weights_show_can_be_expected(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["weigh", "--expect", "prompt_mean", "pretrain_gpt.py"])
+        main(["weigh", "--expect", "token_mean,own_weights", "pretrain_gpt.py"])
     assert ended.value.code == 2
     assert "token_mean" in capsys.readouterr().err
 
@@ -118,6 +118,7 @@ def step_of(*weights, is_measured=True):
         (step_of(1 / 6, 1 / 6), "sample_mean", False, "the verdict is: trains token_mean"),
         (step_of(1 / 2), "token_mean", False, "does not tell token_mean from sample_mean"),
         (step_of(1 / 2), "token_mean,sample_mean", False, ""),
+        (step_of(1 / 6, 1 / 6), "prompt_mean", False, "prompt_mean needs prompt"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", False, "pass --trust"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", True, ""),
     ],

@@ -6,6 +6,8 @@ weight by hand. The gradient is compared with the weights by hand, and what was 
 """
 
 import os
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +24,9 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations import _weigh_terms, weigh_script
 from megatron_lossagg.weigh.weighing import Weighing
 
 ROWS, WORLD = {}, int(os.environ["WORLD_SIZE"])
@@ -40,6 +44,8 @@ class Row:
     is_measured: bool = True
     term: str = ""
     """The one that is compared, if there are several."""
+    names: list | None = None
+    """Of the terms."""
     on: int | None = None
     """Only on this number of processes."""
     sizes: dict = field(default_factory=dict)
@@ -552,6 +558,110 @@ def ulysses():
     return weighing, None, None
 
 
+# Steps of this package, weighed from outside and from inside.
+
+
+def aggregated(*, per_token, inside=True, mode="sample_mean", deferred=False, ids=None, **options):
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+    aggregator = LossAggregator([chunk], Aggregation(mode, **options))
+    chunk.zero_grad_buffer()
+    weighing = Weighing([chunk])
+
+    def train(mine):
+        step = aggregator.step(
+            active_tokens=[s.n for s in mine],
+            num_microbatches=len({s.microbatch for s in mine}),
+            **{name: [int(of(s)) for s in mine] for name, of in (ids or {}).items()},
+        )
+        first, numbers = {}, iter(sorted({s.microbatch for s in mine}))
+        for at, s in enumerate(mine):
+            first.setdefault(s.microbatch, at)
+
+        def loss_func(of_microbatch, losses):
+            at = first[next(numbers)]
+            lengths = toy.lengths_of(of_microbatch)
+            ones = torch.ones(len(losses), dtype=torch.int)
+            mb = made.microbatch(range(at, at + len(lengths)), ones, lengths=lengths)
+            loss = mb.reduce(losses)
+            return mb.outputs(loss, report={"loss": loss})
+
+        with step as made, weighing if inside else nullcontext():
+            toy.schedule(chunk, mine, loss_func, weighing)
+
+    with nullcontext() if inside else weighing:
+        if deferred:
+            with aggregator.deferred() as held:
+                for m in range(toy.M):
+                    train(toy.own(found, m))
+                held.finish()
+        else:
+            train(toy.own(found))
+    n = toy.total(found)
+    weight_of = {
+        "token_mean": lambda s: 1 / n,
+        "sample_mean": lambda s: 1 / (len(found) * s.n),
+        "prompt_mean": lambda s: by_prompt(s, found),
+        "constant": lambda s: 1 / (len(found) * 40),
+        "balanced": lambda s: by_group(s, found),
+        "length_power": lambda s: s.n**-0.5 / sum(o.n**0.5 for o in found),
+    }
+    return weighing, toy.gradient_of(chunk), toy.by_hand(found, weight_of[mode])
+
+
+def by_prompt(s, found):
+    return 1 / (number_of(prompt, found) * tokens_like(prompt)(s, found))
+
+
+def by_group(s, found):
+    alike = sum(group(o) == group(s) for o in found)
+    return alike / (len(found) * tokens_like(group)(s, found))
+
+
+def tokens_like(key):
+    return lambda s, found: sum(one.n for one in found if key(one) == key(s))
+
+
+def number_of(key, found):
+    return len({key(one) for one in found})
+
+
+def prompt(s):
+    return s.number
+
+
+def group(s):
+    return s.n > 3
+
+
+def sample(s):
+    return (s.rank, s.microbatch)
+
+
+for per_token in (False, True):
+    scaling = "per-token" if per_token else "average"
+    for mode, options in {
+        "prompt_mean": {"ids": {"prompt": prompt}},
+        "constant": {"divisor": 40},
+        "balanced": {"ids": {"group": group}},
+        "length_power": {"exponent": 0.5},
+    }.items():
+        row(f"our {mode}, {scaling}", trains=mode)(
+            partial(aggregated, per_token=per_token, mode=mode, **options)
+        )
+for per_token in (False, True):
+    scaling = "per-token" if per_token else "average"
+    for mode in ("token_mean", "sample_mean"):
+        for inside in (False, True):
+            where = "inside" if inside else "outside"
+            row(f"our {mode}, {scaling}, weighed from {where}", trains=mode)(
+                partial(aggregated, per_token=per_token, inside=inside, mode=mode)
+            )
+        row(f"our deferred {mode}, {scaling}, weighed as a whole", trains=mode)(
+            partial(aggregated, per_token=per_token, inside=False, mode=mode, deferred=True)
+        )
+
+
 # The mask
 
 
@@ -617,29 +727,9 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
         return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
 
 
-def tokens_like(key):
-    return lambda s, found: sum(one.n for one in found if key(one) == key(s))
-
-
-def number_of(key, found):
-    return len({key(one) for one in found})
-
-
-def prompt(s):
-    return s.number
-
-
-def group(s):
-    return s.n > 3
-
-
-def sample(s):
-    return (s.rank, s.microbatch)
-
-
 weighed_as(
     "prompt_mean",
-    lambda s, found: 1 / (number_of(prompt, found) * tokens_like(prompt)(s, found)),
+    by_prompt,
     ids={"prompt": prompt},
     trains="prompt_mean",
 )
@@ -678,7 +768,7 @@ weighed_as(
 )
 weighed_as(
     "prompt_mean without ids",
-    lambda s, found: 1 / (number_of(prompt, found) * tokens_like(prompt)(s, found)),
+    by_prompt,
     says="not compared: prompt_mean (prompt)",
 )
 weighed_as("a sum that nobody divided", lambda s, found: 1 / (toy.M * toy.world()),
@@ -701,6 +791,210 @@ weighed_as(
 )
 
 
+# Scripts of Megatron-LM, and the terms of a framework.
+
+
+def script(name, step, *, weight=lambda s, n: 1 / n, m=toy.M, **expected):
+    """``step``: from the model and the sequences of a microbatch to output and loss_func."""
+
+    @row(f"script: {name}", **expected)
+    def run():
+        found = toy.sequences((((6,), (4,)), ((2,), (7,))))
+        chunk, reports = toy.chunk_of(toy.total(found), per_token=True), []
+        listening = weigh_script.ScriptWeighing(
+            1, 1, stop=False, report=lambda *report: reports.append(report)
+        )
+
+        def forward_step(iterator, model):
+            return step(model, toy.own(found, next(iterator)))
+
+        toy.run_batches(chunk, forward_step, range(m), wrap=listening.wrap)
+        (weighed,) = listening.weighed
+        assert bool(reports) == (dist.get_rank() == 0)
+        weights = toy.by_hand(found, lambda s: weight(s, toy.total(found)))
+        return {"loss": weighed}, toy.gradient_of(chunk), weights
+
+
+def num(losses):
+    return torch.tensor(len(losses), dtype=torch.int)
+
+
+def summed(loss_mask, output):
+    """As Megatron-LM's loss_func, whose mask is bound."""
+    return output.sum(), num(output), {}
+
+
+def captured_output(model, mine):
+    losses = model(toy.tokens_of(mine))
+    return losses.detach() * 0, lambda output: (losses.sum(), num(losses), {})
+
+
+def model_twice(model, mine):
+    tokens = toy.tokens_of(mine)
+    both = [model(part) for part in (tokens[:1], tokens[1:])]
+    return torch.cat(both), partial(summed, None)
+
+
+def with_a_reference(model, mine):
+    with torch.no_grad():
+        model(toy.tokens_of(mine))
+    return model(toy.tokens_of(mine)), partial(summed, None)
+
+
+def ignores_its_mask(model, mine):
+    losses = model(toy.tokens_of(mine))
+    return losses, partial(summed, (torch.arange(len(losses)) > 0).float())
+
+
+def masks(model, mine):
+    losses = model(toy.tokens_of(mine))
+    ones = torch.ones(len(losses))
+    return losses, partial(lambda loss_mask, x: ((x * loss_mask).sum(), num(x), {}), ones)
+
+
+script("masked by loss_mask", masks, trains="token_mean")
+script("the loss is of what forward_step captured", captured_output, trains="token_mean")
+script("the model is called twice", model_twice, trains="token_mean")
+script("a reference pass without gradients", with_a_reference, trains="token_mean")
+script("loss_mask is ignored", ignores_its_mask, says="are outside of the mask")
+
+
+def terms(name, reduce, **expected):
+    """``reduce``: from a function that hears losses, and the losses of a microbatch, to a loss."""
+
+    @row(f"terms: {name}", **expected)
+    def run():
+        found = toy.sequences()
+        chunk = toy.chunk_of(toy.total(found))
+        listening, reports = _weigh_terms.TermsWeighing(1, 1, report=lambda *report: None), []
+
+        def forward_step(iterator, model):
+            mine = toy.own(found, next(iterator))
+
+            def heard(losses):
+                return listening.hear(
+                    losses, None, lengths=toy.lengths_of(mine), frame=sys._getframe(1)
+                )
+
+            times = toy.M * toy.world() / toy.total(found)
+            return model(toy.tokens_of(mine)), lambda x: (times * reduce(heard, x), {})
+
+        weigh = listening._trained
+        listening._trained = lambda found: reports.append(found) or weigh(found)
+        toy.run_batches(chunk, forward_step, range(toy.M), wrap=listening.wrap)
+        return reports[0], None, None
+
+
+def policy_twice(heard, x):
+    pg_loss = heard(x).sum()
+    kl_loss = 0.5 * heard(2 * x.detach()).sum()
+    total = pg_loss + kl_loss
+    pg_loss = heard(x).sum()
+    return total + 2 * pg_loss
+
+
+def dropped(heard, x):
+    pg_loss = heard(x).sum()
+    dropped_loss = heard(x).sum()
+    del dropped_loss
+    return pg_loss
+
+
+NAMES = {"names": ["pg_loss", "pg_loss 2"]}
+terms("one name on two lines", policy_twice, term="pg_loss 2", factor=2.0, **NAMES)
+terms("one name on two lines, the first", policy_twice, term="pg_loss", trains="token_mean")
+terms(
+    "computed and dropped",
+    dropped,
+    term="dropped_loss",
+    says="trains nothing",
+    names=["pg_loss", "dropped_loss"],
+)
+
+
+# Loss functions that people run, at CP 2.
+
+
+def split(found, rank=None):
+    """Return the sequences with what a context-parallel rank has of them: 1 of 3 tokens, or 2."""
+    rank = parallel_state.get_context_parallel_rank() if rank is None else rank
+    held = []
+    for s in found:
+        cut = -(-s.n // 3)
+        tokens = s.tokens[:cut] if rank == 0 else s.tokens[cut:]
+        held.append(toy.Sequence(**{**vars(s), "tokens": tokens, "n": len(tokens)}))
+    return held
+
+
+def at_cp_2(name, loss_func, weight, *, per_token=False, **expected):
+    """``loss_func``: of losses; ``weight``: of a sequence, its part, all, and all parts there."""
+
+    @row(f"at CP 2, {name}", on=2, sizes={"context_parallel_size": 2}, **expected)
+    def run():
+        found = toy.sequences((((6, 9), (12,)),), size=1)
+        chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+        weighing, here = Weighing([chunk], num_microbatches=toy.M), split(found)
+
+        def forward_step(iterator, model):
+            mine = toy.own(here, next(iterator))
+            losses = weighing.losses(model(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+            return losses, lambda x: loss_func(x, found)
+
+        with weighing:
+            toy.run_batches(chunk, forward_step, [0, 1])
+        weights = np.zeros(toy.total(found))
+        for rank in range(2):
+            parts = split(found, rank)
+            for s, part in zip(found, parts, strict=True):
+                here = toy.own(parts, s.microbatch)
+                weights[list(part.tokens)] = weight(s, part, found, sum(one.n for one in here))
+        step = weighing.weighed()
+        by_sequence = [weights[list(s.tokens)].sum() for s in found]
+        found_sums = [one.weight_sum for one in step.sequences]
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        np.testing.assert_allclose(found_sums, by_sequence)
+        return weighing, None, None
+
+
+at_cp_2(
+    "a local mean with two outputs",
+    lambda x, found: (x.mean(), {}),
+    lambda s, part, found, n: 1 / (toy.M * n),
+    says="a mean of one token mean per microbatch and context-parallel rank, times 2 = M = CP",
+)
+at_cp_2(
+    "a local mean with two outputs, times CP",
+    lambda x, found: (x.mean() * 2, {}),
+    lambda s, part, found, n: 2 / (toy.M * n),
+    says="per microbatch and context-parallel rank, times 4 = M CP = ",
+)
+at_cp_2(
+    "stock",
+    lambda x, found: (x.sum(), num(x), {}),
+    lambda s, part, found, n: 1 / (toy.M * 2 * n),
+    says="cause: a mean of one token mean per microbatch and context-parallel rank weight of",
+)
+at_cp_2(
+    "CP squared",
+    lambda x, found: (x.sum() / toy.total(found) * toy.M * 4, {}),
+    lambda s, part, found, n: 4 / toy.total(found),
+    says="a constant factor on token_mean: 4 = M CP = ",
+)
+at_cp_2(
+    "a sum that nobody divided",
+    lambda x, found: (x.sum(), torch.tensor(1), {}),
+    lambda s, part, found, n: 1 / 4,
+    says="a constant factor on token_mean: 6.75 = N/(M CP)",
+)
+at_cp_2(
+    "a right token mean",
+    lambda x, found: (x.sum(), num(x), {}),
+    lambda s, part, found, n: 1 / toy.total(found),
+    per_token=True,
+    trains="token_mean",
+)
+
+
 def run(one):
     """Run a row on all ranks, and compare."""
     if one.is_refused:
@@ -712,9 +1006,10 @@ def run(one):
     found, gradient, weights = one.run()
     if weights is not None:
         np.testing.assert_allclose(gradient, weights, rtol=1e-9, atol=1e-15)
-    terms = found if isinstance(found, dict) else found.terms()
-    step = terms[one.term] if one.term else next(iter(terms.values()))
-    assert len(terms) == 1 or one.term
+    steps = found if isinstance(found, dict) else found.terms()
+    step = steps[one.term] if one.term else next(iter(steps.values()))
+    assert len(steps) == 1 or one.term
+    assert one.names in (None, [*steps])
     said = " ".join(str(step).split())
     assert (step.trains, bool(step.unknown)) == (one.trains, not one.is_known), said
     assert one.says in said, said
@@ -733,7 +1028,10 @@ def run(one):
 
 if __name__ == "__main__":
     tiny_gpt.start()
+    only = sys.argv[1:]  # words of names
     for name, one in ROWS.items():
+        if only and not any(word in name for word in only):
+            continue
         if one.on not in (None, toy.world()):
             continue
         if one.sizes:

@@ -92,8 +92,8 @@ def schedule(chunk, found, loss_func, weighing=None):
     run_batches(chunk, forward_step, numbers)
 
 
-def run_batches(chunk, forward_step, batches):
-    get_forward_backward_func()(
+def run_batches(chunk, forward_step, batches, wrap=lambda schedule: schedule):
+    wrap(get_forward_backward_func())(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
         model=[chunk],

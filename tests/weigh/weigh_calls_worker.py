@@ -4,9 +4,11 @@ The loss of token t is weight t, as in ``weigh_worker.py``, without a schedule.
 """
 
 import os
+import time
 from contextlib import suppress
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.weigh import weighing as module
 from megatron_lossagg.weigh.weighing import Weighing
 
 CP = int(os.environ["WORLD_SIZE"]) // 2
@@ -276,6 +279,23 @@ def check_what_one_rank_refuses_is_raised_on_every_rank():
         chunk.config.finalize_model_grads_func([chunk], None)
     with pytest.raises(ContractError, match="got losses of 4 tokens, expected 3"):
         weighing.weighed()
+
+
+def check_a_rank_that_waits_for_the_others_says_so():
+    chunk = token_model.wrapped(tiny_gpt.config_of(), 16)
+    weighing, is_first, said = Weighing([chunk]), dist.get_rank() == 0, []
+    with weighing:
+        weighing.losses(chunk(torch.arange(4)), lengths=[4]).mean().backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    with (
+        mock.patch.object(module, "_PATIENCE", 0.05),
+        mock.patch.object(module, "say", said.append),
+    ):
+        if not is_first:
+            time.sleep(0.5)
+        weighing.weighed()
+    line = "rank 0 has waited 0.05 s for other ranks to call weighed() or terms()"
+    assert [one.startswith(line) for one in said] == [True] * is_first
 
 
 def check_a_mask_of_any_dtype_is_taken_and_of_another_size_refused():
