@@ -13,7 +13,7 @@ from benchmarks.baselines import SampleLoop
 from benchmarks.timing import Effort, Times, ratio, spread
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Sequences, plan_step
-from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.microbatch import Microbatch
 
 Json = dict[str, Any]
 IDS = ("none", "prompt", "sample and prompt")
@@ -31,7 +31,7 @@ class Package:
 CONTENDERS: dict[str, Callable[[Workload], Any]] = {"ours": Package, "loop": SampleLoop}
 
 
-def built(workload: Workload) -> Reducer:
+def built(workload: Workload) -> Microbatch:
     """Build the package's reducer, packing the masks included."""
     sequences = range(workload.num_sequences)
     return workload.plan.reducer(sequences, torch.cat(workload.masks), workload.layout())

@@ -3,12 +3,16 @@
     python -m benchmarks.microbatch
 
 One optimizer step has M = 64 microbatches of 12 and of 512 packed sequences, at CP 1 and 2. Ours:
-``step.microbatch``, ``mb.reduce`` and ``mb.outputs`` with one report, and their guards. Megatron's:
-the sum of masked losses, the count and their report, as in Megatron-LM's ``loss_func``.
+``step.microbatch``, ``mb.reduce`` and ``mb.outputs`` with one report, and their guards. Flat: the
+same operations in one function without objects (``flat.py``), the bound; at first its loss is
+compared with ours. Megatron's: the sum of masked losses, the count and their report, as in
+Megatron-LM's ``loss_func``.
 
 Counted, in the second microbatch of a step: calls of this package's Python functions, operations
-(``counting.py``), and their bytes per token. Timed: CPU milliseconds, the median over the
-microbatches of six steps that ran alternately on one thread, and ours over Megatron's.
+(``counting.py``), and their bytes per token. Timed: CPU microseconds, the 10th percentile over the
+microbatches of steps that ran alternately on one thread of one process, and ours over the others'.
+And CPU milliseconds of a whole step, the median: planned or not, M times loss_func and its backward
+pass, and finished.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from time import thread_time
 from types import FrameType
 from typing import Any
@@ -28,11 +32,12 @@ from torch import Tensor
 
 import megatron_lossagg
 from benchmarks.counting import counted
+from benchmarks.flat import flat
 from benchmarks.rank_step import a_chunk
 from megatron_lossagg import LossAggregator, Options
 from megatron_lossagg.cpu import launch
 
-M, STEPS, WARMUP = 64, 8, 2
+M, STEPS, WARMUP = 64, 14, 2
 TOKENS = 16
 """Of a sequence; the last trains nothing."""
 SEQUENCES = (12, 512)
@@ -40,7 +45,11 @@ PARTS = ("microbatch", "reduce", "outputs")
 """What loss_func calls, in order."""
 RANKS = "--ranks"
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
-_STEP = str(Path(PACKAGE, "loop", "step.py"))
+_FILES = {
+    str(Path(PACKAGE, "loop", "step.py")): {"microbatch"},
+    str(Path(PACKAGE, "reduction", "microbatch.py")): {"reduce", "outputs"},
+}
+"""Where they are."""
 _STAND_INS = str(Path(PACKAGE, "cpu"))
 """What replaces functions of torch on a machine without a GPU; its calls are left out."""
 
@@ -54,7 +63,8 @@ def main(arguments: list[str]) -> int:
         return 0
     calls = f"calls ({', '.join(PARTS)})"
     names = ["CP", "sequences", calls, "operations", "bytes per token"]
-    names += ["ours (ms)", "Megatron's (ms)", "ratio"]
+    names += ["ours (us)", "flat (us)", "Megatron's (us)", "ours / flat", "ours / Megatron's"]
+    names += [f"{M} of ours (ms)", f"{M} of Megatron's (ms)"]
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
     for processes in (1, 2):
         root = str(Path(__file__).resolve().parent.parent)
@@ -73,16 +83,28 @@ def be_rank() -> None:
     chunk = a_chunk(splits_sequences=True)
     aggregator = LossAggregator(chunk, "sample_mean", options=Options(probe=False))
     for num_sequences in SEQUENCES:
+        check_flat(aggregator, num_sequences)
         count = counts(aggregator, num_sequences)
-        ours, stock = [], []
+        taken: dict[str, list[float]] = {"ours": [], "flat": [], "stock": []}
+        whole: dict[str, list[float]] = {name: [] for name in taken}
         for number in range(STEPS):
-            spent = [*of_ours(aggregator, num_sequences)], [*of_stock(num_sequences)]
-            if number >= WARMUP:
-                ours += spent[0]
-                stock += spent[1]
+            steps = {
+                "ours": of_ours(aggregator, num_sequences),
+                "flat": of_flat(aggregator, num_sequences),
+                "stock": of_stock(num_sequences),
+            }
+            for name, step in steps.items():
+                begin = thread_time()
+                times = [*step]
+                if number >= WARMUP:
+                    taken[name] += times
+                    whole[name].append(1e3 * (thread_time() - begin))
+        ours, bound, stock = (quantiles(times, n=10)[0] for times in taken.values())
         if dist.get_rank() == 0:
-            times = f"{median(ours):.2f} | {median(stock):.3f} | {median(ours) / median(stock):.1f}"
-            print(f"| {aggregator.cp_size} | {num_sequences} | {count} | {times} |", flush=True)
+            row = f"{aggregator.cp_size} | {num_sequences} | {count} | {ours:.0f} | {bound:.0f}"
+            row += f" | {stock:.1f} | {ours / bound:.2f} | {ours / stock:.0f}"
+            row += f" | {median(whole['ours']):.0f} | {median(whole['stock']):.0f}"
+            print(f"| {row} |", flush=True)
     dist.destroy_process_group()
 
 
@@ -105,8 +127,20 @@ class Counts:
         return f"{calls} | {self.operations} | {self.bytes_per_token:.0f}"
 
 
-def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
-    """Count in the second and in the third microbatch of a step, which is trained."""
+def drawn(num_losses: int) -> Tensor:
+    """Draw the losses of a microbatch."""
+    return torch.rand(num_losses, requires_grad=True)
+
+
+def counts(
+    aggregator: LossAggregator,
+    num_sequences: int,
+    losses: Callable[[int], Tensor] = drawn,
+) -> Counts:
+    """Count in the second and in the third microbatch of a step, which is trained.
+
+    ``losses``: makes those of a microbatch, of their number.
+    """
     found: dict[int, Any] = {}
 
     def listened(number: int, loss_func: LossFunc, x: Tensor) -> Tensor:
@@ -123,7 +157,7 @@ def counts(aggregator: LossAggregator, num_sequences: int) -> Counts:
         return loss_func(x)
 
     for number, (loss_func, num_losses) in enumerate(our_losses(aggregator, num_sequences)):
-        x = torch.rand(num_losses, requires_grad=True)
+        x = losses(num_losses)
         (listened(number, loss_func, x) / M).backward()  # type: ignore[no-untyped-call]
     operations = found[1]
     return Counts(
@@ -143,15 +177,15 @@ class _Calls:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(PACKAGE) and not name.startswith(_STAND_INS):
-            if name == _STEP and frame.f_code.co_name in PARTS:
+            if frame.f_code.co_name in _FILES.get(name, ()):
                 self._part = frame.f_code.co_name
             self.of_part[self._part] += 1
 
 
 def of_ours(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
-    """Train a step; yield the milliseconds of each microbatch."""
+    """Train a step; yield the microseconds of each microbatch."""
     for loss_func, num_losses in our_losses(aggregator, num_sequences):
-        yield milliseconds(loss_func, num_losses)
+        yield microseconds(loss_func, num_losses)
 
 
 def our_losses(aggregator: LossAggregator, num_sequences: int) -> Iterator[tuple[LossFunc, int]]:
@@ -175,8 +209,34 @@ def our_losses(aggregator: LossAggregator, num_sequences: int) -> Iterator[tuple
             yield loss_func, len(mask) // aggregator.cp_size
 
 
+def of_flat(aggregator: LossAggregator, num_sequences: int) -> Iterator[float]:
+    """Yield the microseconds of each microbatch of the flat function."""
+    loss_func = flat_loss(aggregator, num_sequences)
+    for _ in range(M):
+        yield microseconds(lambda x: loss_func(x)[0], num_sequences * TOKENS // aggregator.cp_size)
+
+
+def flat_loss(aggregator: LossAggregator, num_sequences: int) -> Callable[[Tensor], Any]:
+    """Return the flat function of a step of the same microbatches."""
+    cp = {"cp_size": aggregator.cp_size, "cp_rank": aggregator.cp_rank}
+    return flat(num_sequences, TOKENS, num_microbatches=M, **cp)
+
+
+def check_flat(aggregator: LossAggregator, num_sequences: int) -> None:
+    """Compare loss and gradient: a function that computes another loss is no bound."""
+    bound = flat_loss(aggregator, num_sequences)
+    for loss_func, num_losses in our_losses(aggregator, num_sequences):
+        x = torch.rand(num_losses, requires_grad=True)
+        loss = loss_func(x)
+        (loss / M).backward()  # type: ignore[no-untyped-call]
+        ours, x.grad = x.grad, None
+        other = bound(x)[0]
+        (other / M).backward()
+        torch.testing.assert_close([loss, ours], [other, x.grad])
+
+
 def of_stock(num_sequences: int) -> Iterator[float]:
-    """Yield the milliseconds of each microbatch of Megatron's own sum."""
+    """Yield the microseconds of each microbatch of Megatron's own sum."""
     mask = torch.ones(num_sequences * TOKENS // dist.get_world_size())
 
     def loss_func(x: Tensor) -> Tensor:
@@ -185,15 +245,15 @@ def of_stock(num_sequences: int) -> Iterator[float]:
         return loss
 
     for _ in range(M):
-        yield milliseconds(loss_func, len(mask))
+        yield microseconds(loss_func, len(mask))
 
 
-def milliseconds(loss_func: LossFunc, num_losses: int) -> float:
+def microseconds(loss_func: LossFunc, num_losses: int) -> float:
     """Return the CPU time of one call; its loss is trained afterwards."""
     x = torch.rand(num_losses, requires_grad=True)
     begin = thread_time()
     loss = loss_func(x)
-    spent = 1e3 * (thread_time() - begin)
+    spent = 1e6 * (thread_time() - begin)
     (loss / M).backward()  # type: ignore[no-untyped-call]
     return spent
 

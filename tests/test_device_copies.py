@@ -17,6 +17,7 @@ COPIES = "reduction/devices.py"
 
 ALLOWED = {
     # reads, with why none waits in a step
+    ("reduction/microbatch.py", "partial_loss.item()"): "on the CPU only",
     ("reduction/checks/losses.py", "partial_loss.item()"): "on the CPU only",
     ("reduction/faults.py", "value.item()"): "on the CPU only",
     (

@@ -38,10 +38,10 @@ _AT_THE_START = {
 }
 """Modules or functions, and where more is said of them."""
 _EVENTS = {
-    "on_microbatch": "`step.microbatch`",
-    "on_reduce": "`mb.reduce`",
+    "on_term": "`mb.reduce`",
+    "on_unusual_term": "`mb.reduce`",
     "on_first_outputs": "`mb.outputs`",
-    "on_outputs": "`mb.outputs`",
+    "on_unusual_outputs": "`mb.outputs`",
     "on_finalize": "finalize",
     "on_finish": "the end",
     "together": "the end",

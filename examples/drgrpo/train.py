@@ -68,7 +68,8 @@ from megatron_lossagg import (
     StepBuffer,
 )
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.loop.step import MicrobatchLoss, Step
+from megatron_lossagg.loop.step import Step
+from megatron_lossagg.reduction.microbatch import Microbatch as MicrobatchLoss
 
 WARM_UP = Aggregation("token_mean")
 

@@ -50,6 +50,7 @@ from megatron_lossagg.verify.job import (
     Event,
     Job,
     RanksTimedOut,
+    ended_by_signal,
     failure_of,
     first_failure,
     launched,
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         raise ProofError(f"nothing to verify: megatron-core is missing: {core.detail}")
     events: list[Event] = []
     rest: Iterator[Event] = iter(())
-    failure = ""
+    failure, is_killed = "", False
 
     def take(event: Event) -> None:
         events.append(event)
@@ -163,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
     if launcher is None and job.layouts:
         gpus = min(num_gpus(), job.world_size) if args.gpu else 0
-        failure = _launched(job, take, timeout=args.timeout or _TIMEOUT, gpus=gpus)
+        failure, is_killed = _launched(job, take, timeout=args.timeout or _TIMEOUT, gpus=gpus)
     elif launcher is not None:
         rest = job.run()
         for event in rest:
@@ -173,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - begun
     report = _report(job, events, facts, framework, failure=failure, seconds=seconds)
     _write(args, report)
-    if failure and not events:
+    if failure and not events and not is_killed:
         raise ProofError(
             "nothing was verified: no rank imported megatron-core and joined the others"
         )
@@ -353,11 +354,13 @@ def _layouts(args: argparse.Namespace, launcher: _Launcher | None) -> list[Paral
     return [Parallelism(**given)]
 
 
-def _launched(job: Job, take: Callable[[Event], None], *, timeout: float, gpus: int) -> str:
-    """Launch the job's ranks; return why they ended if one failed, else nothing."""
+def _launched(
+    job: Job, take: Callable[[Event], None], *, timeout: float, gpus: int
+) -> tuple[str, bool]:
+    """Launch the job's ranks; return why they ended if one failed, and if a signal ended one."""
     try:
         done = launched(job, take, processes=job.world_size, timeout=timeout, gpus=gpus)
     except RanksTimedOut as expired:
         what = "\n".join([f"The run did not finish in {timeout:g} s (--timeout)", *expired.last])
-        return first_failure(what, str(expired.stderr))
-    return failure_of(done)
+        return first_failure(what, str(expired.stderr)), False
+    return failure_of(done), bool(ended_by_signal(done)[1])

@@ -10,64 +10,130 @@ of the mode (N, B, P or Z), so that the quotient is the mode's loss over all tha
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Number, Real
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction.devices import moved
-from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.devices import from_numpy, moved
+from megatron_lossagg.reduction.microbatch import Means, Microbatch
+from megatron_lossagg.reduction.microbatch import Outputs as Outputs
 
-Means = Mapping[str, tuple[Tensor, Tensor | float]]
-Outputs = tuple[Tensor, Tensor, dict[str, Tensor]]
+Reports = dict[str, Tensor]
+
+_EXPECTED = "lossagg/weight_expected"
+_WIDE = (torch.float32, torch.float64)
 
 
-def outputs(
-    loss: Tensor,
-    reducer: Reducer,
-    scaling: Scaling,
-    *,
-    cp_rank: int,
-    report: Mapping[str, Tensor],
-    means: Means,
-    total: float = 1.0,
-    without_total: Collection[str] = (),
-) -> Outputs:
-    """Return loss times K, num_tokens, and the reports with the weight-sum check's two.
+class StepOutputs:
+    """Makes what loss_func returns in one step; what all its microbatches share is made once."""
 
-    ``total``: D, except of the reports that ``without_total`` names, whose D is 1.
-    """
-    scaled = _widened(loss) * scaling.k
-    counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
-    num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
-    for name, value in report.items():
-        check_scalar(name, value)
-    sums, constants = dict(report), {}
-    weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
-    if weight_sum is not None:
-        sums["lossagg/weight_sum"] = weight_sum
+    def __init__(self, scaling: Scaling, *, cp_rank: int) -> None:
+        self._scaling = scaling
+        self._cp_rank = cp_rank
+        self._num_tokens: dict[torch.device, Tensor] = {}
+        self._constants: dict[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
+
+    def of(
+        self,
+        microbatch: Microbatch,
+        loss: Tensor,
+        report: Mapping[str, Tensor],
+        means: Means,
+        total: float = 1.0,
+        without_total: Collection[str] = (),
+    ) -> Outputs:
+        """Return loss times K, num_tokens, and the reports with the weight-sum check's two.
+
+        ``total``: D, except of the reports that ``without_total`` names, whose D is 1.
+        """
+        scaling = self._scaling
+        scaled = (loss if loss.dtype in _WIDE else loss.float()) * scaling.k
+        device = scaled.device
+        num_tokens = self._num_tokens.get(device)
+        if num_tokens is None:
+            counted = scaling.num_tokens(microbatch.line.known.counted_tokens, self._cp_rank)
+            num_tokens = torch.full((), counted, dtype=torch.int32, device=device)
+            if scaling.loss_scaling == "average":  # 1, which the schedule reads and never changes
+                self._num_tokens[device] = num_tokens
+        sums, expected = dict(report), None
+        for name, value in report.items():
+            if type(value) is not Tensor or value.dim() or value.dtype not in _WIDE:
+                check_scalar(name, value)
+            if type(name) is not str or name.startswith("lossagg/"):
+                check_reported(report, means)
+        weight_sum = microbatch.weight_sum()
+        if weight_sum is not None:
+            sums["lossagg/weight_sum"] = weight_sum
+            expected = microbatch.plan.expected_weight
+        totals = {}
+        if total != 1:
+            totals = dict.fromkeys([*sums, _EXPECTED], total) | dict.fromkeys(without_total, 1.0)
+        reports = self._reports(sums, device, totals, expected)
+        for name, (local_sum, count) in means.items():
+            reports[name] = _mean(name, local_sum, count)
+        return scaled, num_tokens, reports
+
+    def of_shadows(self, losses: Mapping[str, Tensor], totals: Mapping[str, float]) -> Reports:
+        """Return ``lossagg/shadow/MODE`` of each partial loss by its mode; ``totals``: D."""
+        named = {f"lossagg/shadow/{mode}": loss for mode, loss in losses.items()}
+        totals = {f"lossagg/shadow/{mode}": total for mode, total in totals.items()}
+        return self._reports(named, next(iter(losses.values())).device, totals) if named else {}
+
+    def _reports(
+        self,
+        sums: Mapping[str, Tensor],
+        device: torch.device,
+        totals: Mapping[str, float],
+        expected: float | None = None,
+    ) -> Reports:
+        """Make pairs whose sums over the step divide to the sum of each.
+
+        And to ``expected`` that of ``lossagg/weight_expected``, if it is known. ``totals``: D of
+        each, 1 by default. All are views of one tensor ``[pairs, 2]``, in the widest dtype of the
+        sums.
+        """
+        if not sums:
+            return {}
+        dtype, sum_N = torch.float32, []
+        for value in sums.values():
+            if value.dtype is torch.float64:
+                dtype = value.dtype
+            sum_N.append((value if value.device == device else moved(value, device)).detach())
+        names = [*sums] if expected is None else [*sums, _EXPECTED]
+        key = *names, expected, dtype, device
+        made = self._constants.get(key)
+        if made is None:
+            made = self._constants[key] = self._made(names, totals, expected, dtype, device)
+        constant_N2, total_N = made
+        pair_N2 = constant_N2.clone()
+        torch.stack(sum_N, out=pair_N2[: len(sums), 0])
+        if total_N is not None:
+            pair_N2[:, 0] *= total_N
+        return dict(zip(names, pair_N2.unbind(), strict=True))
+
+    def _made(
+        self,
+        names: Sequence[str],
+        totals: Mapping[str, float],
+        expected: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the pairs without their sums; and D of each, if one is not 1."""
+        count, total_N = self._scaling.report_count, np.array([totals.get(n, 1.0) for n in names])
+        pair_N2 = np.stack([np.zeros(len(names)), total_N * count], axis=1)
         if expected is not None:
-            constants["lossagg/weight_expected"] = expected
-    names = [*sums, *constants]
-    totals = {name: total for name in names if name not in without_total}
-    reports = _pairs(sums, constants, totals, scaling, scaled.device)
-    for name, (local_sum, count) in means.items():
-        reports[name] = _mean(name, local_sum, count)
-    return scaled, num_tokens, reports
-
-
-def shadow_reports(
-    shadows: Mapping[str, Tensor], totals: Mapping[str, float], scaling: Scaling
-) -> dict[str, Tensor]:
-    """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name; ``totals``: D."""
-    if not shadows:
-        return {}
-    named = {f"lossagg/shadow/{mode}": loss for mode, loss in shadows.items()}
-    totals = {f"lossagg/shadow/{mode}": total for mode, total in totals.items()}
-    return _pairs(named, {}, totals, scaling, next(iter(shadows.values())).device)
+            pair_N2[-1, 0] = expected * count
+        has_totals = (total_N != 1).any()
+        return from_numpy(pair_N2, device).to(dtype), (
+            from_numpy(total_N, device).to(dtype) if has_totals else None
+        )
 
 
 def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
@@ -130,32 +196,6 @@ def check_scalar(name: str, value: Tensor) -> None:
         )
 
 
-def _pairs(
-    sums: Mapping[str, Tensor],
-    constants: Mapping[str, float],
-    totals: Mapping[str, float],
-    scaling: Scaling,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Make pairs whose sums over the step divide to the sum of each, and to each constant.
-
-    ``totals``: D of each, 1 by default. All are views of one tensor ``[pairs, 2]``, in the widest
-    dtype of the sums.
-    """
-    names = [*sums, *constants]
-    if not sums:
-        return {}
-    sum_N = _widened(torch.stack([moved(value.detach(), device) for value in sums.values()]))
-    pair_N2 = sum_N.new_full((len(names), 2), scaling.report_count)
-    pair_N2[: len(sums), 0].copy_(sum_N)
-    for place, constant in enumerate(constants.values(), start=len(sums)):
-        pair_N2[place, :1].fill_(constant * scaling.report_count)
-    for place, name in enumerate(names):
-        if totals.get(name, 1) != 1:  # of an evaluation
-            pair_N2[place] *= totals[name]
-    return dict(zip(names, pair_N2.unbind(), strict=True))
-
-
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
     check_scalar(f"the sum of {name}", total)
     if not isinstance(count, Tensor | Number) or (isinstance(count, Tensor) and count.dim()):
@@ -169,4 +209,4 @@ def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def _widened(value: Tensor) -> Tensor:
-    return value if value.is_floating_point() and value.dtype.itemsize >= 4 else value.float()
+    return value if value.dtype in _WIDE else value.float()

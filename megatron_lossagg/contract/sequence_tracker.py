@@ -50,7 +50,7 @@ class SequenceTracker:
         Raises :class:`ContractError` for a sequence that another microbatch had, for more
         microbatches than planned, and for sequences that are missing when the last one arrives.
         """
-        if self.is_at_start:
+        if self.num_calls in (0, self.num_microbatches) and self.is_at_start:
             self.num_calls = 0
             self._microbatch_S.fill(_NOT_SEEN)
         if self.num_calls == self.num_microbatches:
@@ -58,8 +58,8 @@ class SequenceTracker:
                 f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
                 "pass the schedule's num_microbatches to aggregator.step"
             )
-        taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
-        if len(taken):
+        if np.maximum.reduce(self._microbatch_S[sequences], initial=_NOT_SEEN) != _NOT_SEEN:
+            taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
             raise ContractError(
                 f"sequence {taken[0]} is in two microbatches of the step, number "
                 f"{self._microbatch_S[taken[0]]} and number {self.num_calls} in the order of their "

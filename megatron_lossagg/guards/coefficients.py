@@ -9,38 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.integers import Ints, first_few
+from megatron_lossagg.reduction.integers import first_few
+from megatron_lossagg.reduction.step_state import Line, StepLog, Term
 
 _TOLERANCE = 1e-5
 _VALUE_TOLERANCE = 1e-4
 """Of a loss against the sum of its terms, which are sums in float32."""
 
 
-@dataclass(kw_only=True, eq=False)
-class Term:
-    """A partial loss that can be trained."""
+@dataclass(eq=False)
+class TrainedTerm:
+    """A term that can be trained, with what was read of it."""
 
-    microbatch: object
-    sequences: Ints
-    aggregation: Aggregation
+    term: Term
+    value: Tensor
     is_own: bool
     """Whether it is under the step's own aggregation."""
     is_late: bool
-    """Whether loss_func had returned for its microbatch."""
-    losses: tuple[Any, ...]
-    """Which tensor was reduced; without keeping it."""
-    value: Tensor
-    version: int
-    """Of the value, which a change in place increases."""
-    arrived: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """Whether loss_func had returned for its microbatch when it was made."""
+    arrived: list[Sequence[Tensor]] = field(default_factory=list)
     """Of each backward pass that reached it the gradient, and the loss scale if there is one."""
     arrives_early: bool = False
     """Whether one reached it before loss_func had returned."""
@@ -49,23 +41,16 @@ class Term:
     coefficients: list[float] = field(default_factory=list)
     """Those with which it arrived, likewise."""
 
-    def is_of(self, microbatch: object, sequences: Ints) -> bool:
-        """Whether its tokens are of a microbatch, or of another mask over the same sequences."""
-        return self.microbatch is microbatch or np.array_equal(self.sequences, sequences)
 
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """A call of loss_func whose outputs were returned, and the terms that were made in it."""
 
     number: int
-    microbatch: object
-    sequences: Ints
-    coefficient: float
-    """With which the step's own partial loss should arrive."""
+    """In its pass over the step."""
+    line: Line
     loss: Tensor
-    version: int
-    terms: list[Term]
+    terms: list[TrainedTerm] = field(default_factory=list)
     read: float = 0.0
     """The loss, as it is read when the step ends."""
     loss_scales: list[float] = field(default_factory=list)
@@ -101,12 +86,13 @@ class Call:
         """Whether a coefficient is the one that the call declares."""
         parts = [self.loss, *(term.value for term in self.terms)]
         tolerance = max(_TOLERANCE, *(torch.finfo(part.dtype).eps for part in parts))
-        return math.isclose(coefficient, self.coefficient, rel_tol=tolerance)
+        return math.isclose(coefficient, self.line.coefficient, rel_tol=tolerance)
 
     def difference(self) -> float:
         """Return how far the loss is from the sum of its terms, relative; 0 if it is not known."""
-        is_changed = self.version != self.loss._version or any(
-            term.version != term.value._version or len(term.coefficients) > 1 for term in self.terms
+        is_changed = self.line.version != self.loss._version or any(
+            one.term.version != one.value._version or len(one.coefficients) > 1
+            for one in self.terms
         )
         products = [term.read * c for term in self.terms for c in term.coefficients]
         scale = abs(self.read) + sum(map(abs, products))
@@ -120,15 +106,53 @@ class Call:
         return self.difference() <= max(_VALUE_TOLERANCE, rounding)
 
 
+def calls_of(log: StepLog, num_microbatches: int) -> list[Call]:
+    """Return the calls of loss_func that train tokens, each with the terms that were made in it.
+
+    A term is of the call that returned next for its microbatch, or for the same sequences: another
+    mask over them. One that was recomputed, or made after that call, is of the latest.
+    """
+    calls: list[Call] = []
+    of_sequences: dict[bytes, list[tuple[int, Call]]] = {}
+    for number, line in enumerate(log.returned):
+        assert line.loss is not None
+        call = Call(number % num_microbatches, line, line.loss)
+        of_sequences.setdefault(line.known.sequences.tobytes(), []).append((number, call))
+        calls += [call] if line.known.counted_tokens else []
+    for line in log.lines:
+        numbered, returned = of_sequences.get(line.known.sequences.tobytes(), []), line.number
+        for term in line.terms:
+            before = [one for one in numbered if one[0] < term.num_returned]
+            after = numbered[len(before) :]
+            if returned is None and after:
+                returned = after[0][0]
+            is_returned = returned is not None and returned < term.num_returned
+            is_of_latest = before and (is_returned or term.is_recomputed)
+            if term.value is None or not (is_of_latest or after):
+                continue
+            number, call = before[-1] if is_of_latest else after[0]
+            is_own = term.aggregation == log.aggregation
+            trained = TrainedTerm(term, term.value, is_own, is_returned and not term.is_recomputed)
+            for num_returned, arrived in term.arrived:
+                if term.is_recomputed or number < num_returned:
+                    trained.arrived.append(arrived)
+                else:  # loss_func still ran: torch.autograd.grad
+                    trained.arrives_early = True
+            call.terms.append(trained)
+    return calls
+
+
 def fault_of(call: Call) -> str:
     """Say what is wrong with a call's coefficients, empty if nothing is."""
     each_own = [term.coefficients for term in call.terms if term.is_own]
     right = [sum(map(call.is_right, each)) for each in each_own]
-    trained = [(term.aggregation, term.losses) for term in call.terms if any(term.coefficients)]
+    trained = [
+        (one.term.aggregation, one.term.losses) for one in call.terms if any(one.coefficients)
+    ]
     if max(right, default=0) > 1 or any(one in trained[:i] for i, one in enumerate(trained)):
         return (
-            f"losses of sequences {first_few(call.sequences)} were trained twice in call "
-            f"{call.number} of loss_func: reduce each tensor once under an aggregation, and "
+            f"losses of sequences {first_few(call.line.known.sequences)} were trained twice in "
+            f"call {call.number} of loss_func: reduce each tensor once under an aggregation, and "
             "let one backward pass reach it"
         )
     own = [c for each in each_own for c in each]
@@ -143,7 +167,7 @@ def fault_of(call: Call) -> str:
     got = " and ".join(dict.fromkeys(f"{c:.6g}" for c in own))
     return (
         f"the partial loss of call {call.number} of loss_func arrived in the backward pass "
-        f"with the coefficient {got}, expected {call.coefficient:g}: divide it by nothing "
+        f"with the coefficient {got}, expected {call.line.coefficient:g}: divide it by nothing "
         "and multiply it by nothing, for K compensates what Megatron does; return all three of "
         "mb.outputs from loss_func as they are, (loss, num_tokens, report), and let Megatron's "
         "schedule run the backward pass. A coefficient that is meant is declared: "

@@ -17,7 +17,6 @@ from megatron_lossagg.contract.finalize import hook_of, is_same_function, own_fi
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.reducer import Reducer
 
 
 class Finalized(Guard):
@@ -41,8 +40,8 @@ class Finalized(Guard):
         self._is_needed = is_needed
         self._has_run = False
         self._is_in_schedule = False
-        self._returned: list[int] = []
-        """The num_tokens of each microbatch, until they are compared."""
+        self._num_compared = 0
+        """Of the microbatches that returned: how many have been compared."""
 
     @classmethod
     def of(cls, step: StepFacts) -> Finalized | None:
@@ -59,19 +58,14 @@ class Finalized(Guard):
         """Look, before the first loss, who runs loss_func."""
         self._is_in_schedule = _is_in_schedule()
 
-    def on_outputs(
-        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
-    ) -> None:
-        """Note what loss_func is to return for a microbatch."""
-        if step.scaling.loss_scaling == "per_token":
-            counted, cp_rank = reducer.counted_tokens, step.groups.cp_rank
-            self._returned.append(step.scaling.num_tokens(counted, cp_rank))
-
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Note that it ran; compare what it divides by, which is read when the step finishes."""
         self._has_run = True
-        returned, self._returned = self._returned, []
+        lines = step.log.returned[self._num_compared :]
+        self._num_compared += len(lines)
         if step.scaling.loss_scaling == "per_token":
+            counts = (line.known.counted_tokens for line in lines)
+            returned = [step.scaling.num_tokens(one, step.groups.cp_rank) for one in counts]
             describe = partial(_divided_by, returned, step.scaling.num_microbatches)
             # A copy: Megatron reduces num_tokens over ranks in place.
             found = torch.zeros(()) if num_tokens is None else num_tokens.clone()

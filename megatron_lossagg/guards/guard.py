@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
-from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.step_state import Line, StepLog, Term
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,6 +40,8 @@ class StepFacts:
     scaling: Scaling
     plan: StepPlan
     tracker: SequenceTracker
+    log: StepLog
+    """What the step's microbatches have written."""
     forward_only: bool
     accumulates: bool | int
     """How many schedule calls the optimizer step has; False is one, True any number."""
@@ -61,9 +63,10 @@ class StepFacts:
 class Guard:
     """A check of a running step; its subclasses are in :data:`megatron_lossagg.guards.GUARDS`.
 
-    One is made for each step. Its methods are called in the order below; one that is not
-    overridden does nothing. Each but :meth:`together` may raise; :meth:`on_finish` returns what
-    is wrong instead, for a rank that fails enters the collectives first.
+    One is made for each step, and reads the step's log when the step ends. Its methods are called
+    in the order below; one that is not overridden does nothing. Each but :meth:`together` may
+    raise; :meth:`on_finish` returns what is wrong instead, for a rank that fails enters the
+    collectives first.
     """
 
     catches: ClassVar[str]
@@ -82,21 +85,22 @@ class Guard:
         """Make it for a step; None if there is nothing to check in this one."""
         return cls()
 
-    def on_microbatch(self, step: StepFacts, layout: Layout) -> None:
-        """``step.microbatch`` gets a layout."""
-
-    def on_reduce(
-        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
+    def on_term(
+        self, step: StepFacts, line: Line, term: Term, losses: Tensor, microbatch: Microbatch
     ) -> None:
-        """A reducer of the step's plan has made a partial loss, or a shadow's."""
+        """``mb.reduce`` has made a term of losses, whose graph can be looked at only now."""
+
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
+        """``mb.reduce`` has made a term under another aggregation than the step's.
+
+        Or a microbatch that ``StepPlan.reducer`` made has made one. ``plan``: the term's.
+        """
 
     def on_first_outputs(self, step: StepFacts) -> None:
         """``mb.outputs`` is called for the first time in a pass over the step."""
 
-    def on_outputs(
-        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
-    ) -> None:
-        """``mb.outputs`` gets the loss of a microbatch, and the coefficient that it declares."""
+    def on_unusual_outputs(self, step: StepFacts, line: Line, loss: Tensor) -> None:
+        """``mb.outputs`` gets a loss without a gradient, or of what was not reduced before."""
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
         """Megatron finalizes the gradients, in a training step; this rank's num_tokens."""

@@ -18,18 +18,18 @@ _UNREAD = object()
 """Stands for what was saved and is not read."""
 
 
-def nodes_of(losses: Tensor, *, by_numbers: bool) -> Iterator[tuple[str, Any]]:
+def nodes_of(made: Any, num_losses: int, *, by_numbers: bool) -> Iterator[tuple[str, Any]]:
     """Yield the nodes from which losses follow token by token, and the name of each.
 
-    ``by_numbers``: each of their factors is one number; one that is not read is taken for others.
-    No host sync.
+    ``made``: the node that made them. ``by_numbers``: each of their factors is one number; one that
+    is not read is taken for others. No host sync.
     """
-    nodes, looked_at = [losses.grad_fn], 0
+    nodes, looked_at = [made], 0
     while nodes and looked_at < _MOST_NODES:
         node, looked_at = nodes.pop(0), looked_at + 1
         if node is None:
             continue
-        if math.prod(node._input_metadata[0].shape) < losses.numel():  # it is broadcast later
+        if math.prod(node._input_metadata[0].shape) < num_losses:  # it is broadcast later
             continue
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
         yield kind, node
@@ -40,7 +40,8 @@ def nodes_of(losses: Tensor, *, by_numbers: bool) -> Iterator[tuple[str, Any]]:
 
 def divisors_of(losses: Tensor) -> list[Tensor]:
     """Return what losses were divided by, if it is one number: 0-dim. No host sync."""
-    nodes = [node for kind, node in nodes_of(losses, by_numbers=False) if kind == "Div"]
+    found = nodes_of(losses.grad_fn, losses.numel(), by_numbers=False)
+    nodes = [node for kind, node in found if kind == "Div"]
     saved = [_saved(node, "other") for node in nodes]
     return [
         one.detach().reshape(()) for one in saved if isinstance(one, Tensor) and one.numel() == 1

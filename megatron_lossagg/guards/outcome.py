@@ -28,9 +28,10 @@ from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
+from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.weigh.listen import is_in_backward, listen
+from megatron_lossagg.reduction.step_state import Line, StepLog, Term
+from megatron_lossagg.weigh.listen import listen
 from megatron_lossagg.weigh.ratios import equal_products
 
 _TOLERANCE = 1e-5
@@ -79,8 +80,8 @@ class _Listener:
     """A forward hook of a chunk: the latest output that can be a loss per token."""
 
     def __init__(self) -> None:
-        self._latest: _Output | None = None
-        self._node: Any = None
+        self.latest: _Output | None = None
+        self.node: Any = None
 
     def __call__(self, chunk: Any, inputs: Any, output: Any) -> None:
         self.forget()
@@ -88,29 +89,22 @@ class _Listener:
             return
         heard = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
         if listen(output, heard.arrived):
-            self._latest, self._node = heard, output.grad_fn
-
-    def taken(self, losses: Tensor) -> _Output | None:
-        """Return the latest output, once, if losses follow from it, each times one number."""
-        latest, node = self._latest, self._node
-        self.forget()
-        if latest is None or latest.numel != losses.numel():
-            return None
-        follows = any(one is node for _, one in nodes_of(losses, by_numbers=True))
-        return latest if follows else None
+            self.latest, self.node = heard, output.grad_fn
 
     def forget(self) -> None:
         """Let the output go."""
-        self._latest, self._node = None, None
+        self.latest, self.node = None, None
 
 
-@dataclass(kw_only=True, eq=False)
-class _Microbatch:
+class _Measured(NamedTuple):
+    """A term of losses that may follow from the model's output."""
+
+    line: Line
+    term: Term
+    microbatch: Microbatch
     output: _Output
-    reducer: Reducer
-    coefficient: float = 1.0
-    is_returned: bool = False
-    """Whether loss_func has returned for it."""
+    follows: list[bool]
+    """Whether they do, by the graph, once a gradient has arrived."""
 
 
 class _Found(NamedTuple):
@@ -154,8 +148,7 @@ class Outcome(Guard):
         self._listener = _Listener()
         handle = step.chunks[-1].register_forward_hook(self._listener)
         self._stop = weakref.finalize(self, handle.remove)
-        self._microbatches: dict[object, _Microbatch | None] = {}
-        """None: of other losses, or of several terms, which add up at the output."""
+        self._measured: list[_Measured] = []
         self._has_looked = False
         """Whether the graph of the losses of a microbatch was searched for a division."""
         self._ratios: list[float] = []
@@ -166,47 +159,39 @@ class Outcome(Guard):
         is_module = isinstance(step.chunks[-1], torch.nn.Module)
         return cls(step) if step.is_weighed and is_module else None
 
-    def on_reduce(
-        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
+    def on_term(
+        self, step: StepFacts, line: Line, term: Term, losses: Tensor, microbatch: Microbatch
     ) -> None:
-        """Take the model's latest output, if it is what is reduced."""
-        if not partial_loss.requires_grad or is_in_backward():
+        """Take the model's latest output, if it may be what is reduced."""
+        output, node = self._listener.latest, self._listener.node
+        is_own = term.aggregation == step.plan.aggregation
+        if not (is_own and term.can_be_trained) or term.is_recomputed:
             return
-        found, key = None, reducer.microbatch.identity
-        is_own = reducer.plan.aggregation == step.plan.aggregation
-        is_measurable = is_own and reducer.custom is None and not reducer.layout.is_gathered
-        if is_measurable and key not in self._microbatches:
-            output = self._listener.taken(losses)
-            found = None if output is None else _Microbatch(output=output, reducer=reducer)
-        self._microbatches[key] = found
-        if is_own and reducer.counted_tokens and not self._has_looked:
+        if output is not None and microbatch.custom is None and not line.layout.is_gathered:
+            self._listener.forget()
+            if output.numel == losses.numel():
+                follows: list[bool] = []
+                line.heard = output.arrived
+                term.on_arrival = partial(_follows, follows, node, losses.numel())
+                self._measured.append(_Measured(line, term, microbatch, output, follows))
+        if line.known.counted_tokens and not self._has_looked:
             self._has_looked = True
             if divisors := divisors_of(losses):
-                values = [reducer.microbatch.keep.sum(), *divisors]
-                describe = partial(_find_division, reducer.counted_tokens)
+                values = [microbatch.keep.sum(), *divisors]
+                describe = partial(_find_division, line.known.counted_tokens)
                 step.plan.state.faults.record(values, describe)
-
-    def on_first_outputs(self, step: StepFacts) -> None:
-        """Forget an earlier pass over the step."""
-        kept = self._microbatches.items()
-        self._microbatches = {k: one for k, one in kept if one is None or not one.is_returned}
-
-    def on_outputs(
-        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
-    ) -> None:
-        """Note the declared coefficient; what has arrived before is not trained."""
-        if (found := self._microbatches.get(reducer.microbatch.identity)) is not None:
-            found.coefficient, found.is_returned = coefficient, True
-            found.output.arrived.clear()
 
     def on_finish(self, step: StepFacts) -> str:
         """Compare; the values are read with the step's faults."""
         unit, scale = step.scaling.k * step.scaling.schedule_factor, step.config.grad_scale_func
-        measured = [one for one in self._microbatches.values() if one is not None]
-        found = [(one, _ratios(one, unit, scale)) for one in measured]
+        found = [
+            (one, _ratios(one, unit, scale))
+            for one in self._measured
+            if one.follows == [True] and _is_alone(one) and not _is_of_earlier_pass(one, step.log)
+        ]
         read = [(one, values) for one, values in found if values]
         if read:
-            counted = [one.reducer.counted_tokens for one, _ in read]
+            counted = [one.line.known.counted_tokens for one, _ in read]
             tolerance = max(_TOLERANCE, *(2 * one.output.eps for one, _ in read))
             describe = partial(self._describe, step, counted, tolerance)
             values = [value for _, values in read for value in values]
@@ -217,7 +202,9 @@ class Outcome(Guard):
         """Listen no longer."""
         self._stop()
         self._listener.forget()
-        self._microbatches = {}
+        for one in self._measured:
+            one.term.on_arrival = None
+        self._measured = []
 
     def recorded(self) -> Mapping[str, Any]:
         """Return the smallest and the largest weight over that of the mode, of this rank."""
@@ -243,21 +230,36 @@ class Outcome(Guard):
         return ""
 
 
-def _ratios(
-    one: _Microbatch, unit: float, scale: Callable[[Tensor], Tensor] | None
-) -> list[Tensor]:
+def _follows(found: list[bool], node: Any, num_losses: int, made: Any) -> None:
+    """Note whether losses follow from what a node made, each times one number."""
+    each = nodes_of(made, num_losses, by_numbers=True)
+    found.append(any(one is node for _, one in each))
+
+
+def _is_alone(one: _Measured) -> bool:
+    """Whether it is the microbatch's only trained term: several add up at the output."""
+    terms = (t for t in one.line.terms if t.can_be_trained and not t.is_recomputed)
+    return all(term is one.term for term in terms)
+
+
+def _is_of_earlier_pass(one: _Measured, log: StepLog) -> bool:
+    return one.line.number is not None and one.line.number < log.pass_began
+
+
+def _ratios(one: _Measured, unit: float, scale: Callable[[Tensor], Tensor] | None) -> list[Tensor]:
     """Return of a microbatch the values of :class:`_Found`; empty if nothing arrived."""
-    if not one.output.arrived:
+    arrived = one.line.heard[one.line.num_early :]
+    if not arrived:
         return []
-    gradient_T = torch.stack(one.output.arrived).sum(dim=0).reshape(-1)
+    gradient_T = torch.stack(arrived).sum(dim=0).reshape(-1)
     if scale is not None:
         gradient_T = gradient_T / scale(torch.ones((), device=gradient_T.device))
     dtype = torch.promote_types(gradient_T.dtype, torch.float32)
-    weight_T = one.reducer.weights(dtype, gradient_T.device)
+    weight_T = one.microbatch.weights(dtype, gradient_T.device)
     if not len(weight_T):
         return []
     is_weighed_T = weight_T != 0
-    ratio_T = gradient_T[: len(weight_T)] / (weight_T * (unit * one.coefficient))
+    ratio_T = gradient_T[: len(weight_T)] / (weight_T * (unit * one.line.coefficient))
     is_kept_T = is_weighed_T & (ratio_T != 0)
     return [
         torch.where(is_weighed_T, ratio_T, torch.inf).min(),

@@ -34,7 +34,6 @@ from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import Floats, hashed
 from megatron_lossagg.reduction.weights import SAME_SUMS, sums_of
 
@@ -55,19 +54,10 @@ class Ownership(Guard):
         "the context-parallel group"
     )
 
-    def __init__(self, num_sequences: int) -> None:
-        self._trained = TrainedTokens(num_sequences)
-
     @classmethod
     def of(cls, step: StepFacts) -> Ownership | None:
         """Make it at CP > 1."""
-        return cls(len(step.plan.active_tokens)) if step.groups.cp_size > 1 else None
-
-    def on_reduce(
-        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
-    ) -> None:
-        """Note what this rank trains of each sequence; no operation."""
-        self._trained.add(reducer.microbatch)
+        return cls() if step.groups.cp_size > 1 else None
 
     def together(self, step: StepFacts, *, has_failed: bool) -> None:
         """Leave in the plan's faults what the ranks trained other than was counted.
@@ -76,8 +66,11 @@ class Ownership(Guard):
         raise too. Tokens are compared if a rank noted some. One all-gather over the
         context-parallel group, every rank of which calls; no host sync.
         """
+        trained = TrainedTokens(len(step.plan.active_tokens))
+        for line in step.log.lines:
+            trained.add(line)
         exchange = Exchange(step.groups.cp_group)
-        gathered_WN = exchange.tensors(_numbers(step.plan, self._trained, has_failed))
+        gathered_WN = exchange.tensors(_numbers(step.plan, trained, has_failed))
         _compare(step.plan, gathered_WN, exchange.rank)
 
 

@@ -6,15 +6,14 @@ that no layout here has is an option of the model: ``contract/megatron_options.p
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import OWN_WEIGHTS
-from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.step_state import Line, Term
 
 _OF_WHOLE_SEQUENCES = ("microbatch_token_mean", "row_mean", OWN_WEIGHTS)
 
@@ -32,10 +31,31 @@ def check_parts(groups: LiveGroups, aggregation: Aggregation) -> None:
         )
 
 
+def check_split(groups: LiveGroups, layout: Layout) -> None:
+    """Refuse a layout of a different context-parallel rank, or of another split.
+
+    Raises :class:`ContractError`. No collective.
+    """
+    if (layout.cp_size, layout.cp_rank) != (groups.cp_size, groups.cp_rank):
+        raise ContractError(
+            f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
+            f"{groups.cp_rank} of {groups.cp_size}: pass step.microbatch cu_seqlens= "
+            "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
+        )
+    if layout.cp_size > 1 and layout.split not in (groups.split, None):
+        raise ContractError(
+            f"got the layout {layout.name}, the model's cp_partition_mode is {groups.split}: "
+            "pass step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a "
+            "mask and losses that are sliced already; or gathered(sums_gradients=True), if "
+            "losses are gathered and the backward pass sums their gradients over the ranks"
+        )
+
+
 class Split(Guard):
     """Refuse a layout of a different context-parallel rank, or of another split, immediately.
 
-    And a mode that cannot be counted in parts, if the ranks count parts of sequences.
+    ``step.microbatch`` checks the layouts that it gets, this those of ``StepPlan.reducer``. And it
+    refuses a mode that cannot be counted in parts, if the ranks count parts of sequences.
     """
 
     catches = (
@@ -45,32 +65,8 @@ class Split(Guard):
 
     may_only_warn = False
 
-    def __init__(self) -> None:
-        self._checked: Layout | None = None
-
-    def on_microbatch(self, step: StepFacts, layout: Layout) -> None:
-        """Check the layout of a microbatch."""
-        groups = step.groups
-        if (layout.cp_size, layout.cp_rank) != (groups.cp_size, groups.cp_rank):
-            raise ContractError(
-                f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
-                f"{groups.cp_rank} of {groups.cp_size}: pass step.microbatch cu_seqlens= "
-                "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
-            )
-        if layout.cp_size > 1 and layout.split not in (groups.split, None):
-            raise ContractError(
-                f"got the layout {layout.name}, the model's cp_partition_mode is {groups.split}: "
-                "pass step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a "
-                "mask and losses that are sliced already; or gathered(sums_gradients=True), if "
-                "losses are gathered and the backward pass sums their gradients over the ranks"
-            )
-        self._checked = layout
-
-    def on_reduce(
-        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
-    ) -> None:
-        """Check a reducer's mode, and the layout of what is trained; a metric may have any."""
-        if step.groups.is_dynamic:
-            check_parts(step.groups, reducer.plan.aggregation)
-        if partial_loss.requires_grad and reducer.layout is not self._checked:
-            self.on_microbatch(step, reducer.layout)
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
+        """Check a term's mode, and the layout of what is trained; a metric may have any."""
+        check_parts(step.groups, term.aggregation)
+        if term.can_be_trained and not line.is_of_step:
+            check_split(step.groups, line.layout)

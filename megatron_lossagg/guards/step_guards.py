@@ -1,22 +1,22 @@
-"""The guards of one step: which of them hears an event, and what happens with what they find."""
+"""The guards of one step, and what happens with what they find."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 
-_EVENTS = ("on_microbatch", "on_reduce", "on_first_outputs", "on_outputs", "on_finalize")
 _KIND = 40
 """Letters by which a fault is told from others of its guard: its numbers may change."""
 
 
 class StepGuards:
-    """The guards of a step, each told of the events whose method it overrides.
+    """The guards of a step.
 
     It keeps the step's facts, and not the step. ``only_warns``: what a guard finds is warned of
     once in a process for each kind of fault, and noted, and the step goes on; else it is raised.
@@ -27,14 +27,17 @@ class StepGuards:
         self._facts = facts
         self._only_warns = only_warns
         self._warned: set[str] = set()
-        self._heard = {event: _heard(guards, event) for event in _EVENTS}
+        facts.log.on_unusual_term = partial(self.tell, Guard.on_unusual_term)
+        for guard in guards:
+            if type(guard).on_term is not Guard.on_term:
+                facts.log.on_term = partial(guard.on_term, facts)
         facts.plan.state.faults.on_guard = self._warn if only_warns else None
 
-    def tell(self, event: str, *details: Any) -> None:
-        """Tell them of an event; raises the :class:`ContractError` of one."""
-        for guard, hears in self._heard[event]:
+    def tell(self, event: Callable[..., None], *details: Any) -> None:
+        """Call a method of each, as ``Guard.on_finalize``; raises a :class:`ContractError`."""
+        for guard in self.guards:
             try:
-                hears(self._facts, *details)
+                getattr(guard, event.__name__)(self._facts, *details)
             except ContractError as error:
                 if not (self._only_warns and guard.may_only_warn):
                     raise
@@ -56,6 +59,7 @@ class StepGuards:
 
     def end(self) -> None:
         """Tell them that the step ends; it may be told again."""
+        self._facts.log.on_term = self._facts.log.on_unusual_term = None
         for guard in self.guards:
             guard.on_end()
 
@@ -68,11 +72,3 @@ class StepGuards:
         self._warned.add(guard)
         kind = re.sub("[^a-z_]+", " ", fault)[:_KIND]
         warn_once(f"guard {guard}: {kind}", f"{guard}: {fault} (--loss-aggregation-guards warn)")
-
-
-def _heard(guards: Sequence[Guard], event: str) -> list[tuple[Guard, Callable[..., None]]]:
-    return [
-        (guard, getattr(guard, event))
-        for guard in guards
-        if getattr(type(guard), event) is not getattr(Guard, event)
-    ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.before import check_accumulated, check_total
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.step_state import Line, Term
 
 
 class Terms(Guard):
@@ -23,27 +22,20 @@ class Terms(Guard):
         "token_weight_sums that no loss of the step counts: tokens would all weigh 1"
     )
 
-    def __init__(self) -> None:
-        self._counts: set[str] = set()
-
     @classmethod
     def of(cls, step: StepFacts) -> Terms | None:
         """Make it for one of several schedule calls, and for a plan with sums of token weights."""
         has_sums = step.plan.sequences.token_weight_sums is not None
         return cls() if has_sums or step.scaling.is_deferred or step.accumulates else None
 
-    def on_reduce(
-        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
-    ) -> None:
-        """Note what the reducer's aggregation counts; refuse a term of another division."""
-        plan, other = step.plan, reducer.plan
-        self._counts.add(other.aggregation.count)
-        if step.forward_only or not partial_loss.requires_grad:
+    def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
+        """Refuse a term of another division."""
+        if step.forward_only or not term.can_be_trained:
             return
         if step.scaling.is_deferred:
-            check_total(plan.aggregation, other.aggregation, "term")
-        check_accumulated(step.accumulates, other.aggregation.mode)
-        if (plan.total, plan.num_calls) != (other.total, other.num_calls):
+            check_total(step.plan.aggregation, term.aggregation, "term")
+        check_accumulated(step.accumulates, term.aggregation.mode)
+        if (step.plan.total, step.plan.num_calls) != (plan.total, plan.num_calls):
             raise ContractError(
                 "got a reducer of the plan that a schedule call was begun with, whose weights know "
                 "nothing of the other calls: take step.plan.under(...), or mb.reduce(losses, mode)"
@@ -52,7 +44,8 @@ class Terms(Guard):
     def on_finish(self, step: StepFacts) -> str:
         """Name sums of token weights if losses were reduced, and none counts them."""
         has_sums = step.plan.sequences.token_weight_sums is not None
-        if not (has_sums and self._counts) or "weights" in self._counts:
+        counts = {term.aggregation.count for line in step.log.lines for term in line.terms}
+        if not (has_sums and counts) or "weights" in counts:
             return ""
         return (
             "got token_weight_sums, and no loss of the step counts them: pass "

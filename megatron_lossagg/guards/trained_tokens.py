@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.integers import Ints
-from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.segments import PADDING, SegmentSums, held_sums
+from megatron_lossagg.reduction.step_state import Line
 
 
 class _Tally:
@@ -69,17 +69,16 @@ class TrainedTokens:
         """All four."""
         return self.own, self.whole, self.own_weights, self.whole_weights
 
-    def add(self, microbatch: Microbatch) -> None:
+    def add(self, line: Line) -> None:
         """Note what this rank trains of each sequence of a microbatch; no operation.
 
         Where the framework slices the mask, and of gathered losses, each rank weighs its part by a
-        mask of its own: every call of a reducer is noted. A whole mask should be the other ranks'
-        too; of several over one sequence the first is noted.
+        mask of its own: every microbatch that was reduced is noted. A whole mask should be the
+        other ranks' too; of several over one sequence the first is noted.
         """
-        segments = microbatch.segments
-        is_own = segments.layout.is_local or segments.layout.is_gathered
+        is_own = line.layout.is_local or line.layout.is_gathered
         tally = self.own if is_own else self.whole
-        tally.add(microbatch.trained, segments.sequences, only_new=not is_own)
-        if microbatch.trained_weights is not None:
+        tally.add(line.trained, line.known.sequences, only_new=not is_own)
+        if line.trained_weights is not None:
             tally = self.own_weights if is_own else self.whole_weights
-            tally.add(microbatch.trained_weights, segments.sequences, only_new=not is_own)
+            tally.add(line.trained_weights, line.known.sequences, only_new=not is_own)

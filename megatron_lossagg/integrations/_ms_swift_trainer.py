@@ -26,6 +26,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
 _BASE = "swift.megatron.trainers.base"
+SFT_TRAINER = ("swift.megatron.trainers.trainer", "MegatronTrainer")
 
 
 class TrainerIntegration(Integration):
@@ -79,7 +80,15 @@ def trainer_class(module: str, name: str) -> Any:
 def installed(
     aggregation: Aggregation | str | None, integration: TrainerIntegration, options: Options | None
 ) -> ScheduleHook:
-    """Rebind ms-swift's schedule, and let the trainer's log reduce what the hook reports."""
+    """Rebind ms-swift's schedule, and let the trainer's log reduce what the hook reports.
+
+    Raises :class:`ContractError` for a release before 4.6.0, in which losses have other divisors.
+    """
+    if "_log_callback" not in vars(trainer_class(*SFT_TRAINER)):
+        raise ContractError(
+            "got an ms-swift whose MegatronTrainer has no _log_callback of its own, expected "
+            "4.6.0's, which reduces the logged loss: upgrade ms-swift"
+        )
     trainer = trainer_class(*integration.trainer_at)
     hook = ScheduleHook(aggregation, integration, options=options)
     rebind(hook, [_BASE], "ms-swift's Megatron trainers")

@@ -84,6 +84,11 @@ def aggregated(trainer: Any, aggregation: Aggregation | None) -> Any:
                 )
             if aggregation is None:
                 return super()._create_actor(actor_config)
+            if aggregation.mode == "prompt_mean":
+                raise AggregationError(
+                    f"got {aggregation} with {trainer.__name__}, expected a mode without prompts: "
+                    "AReaL's SFT has no prompt ids; choose another mode"
+                )
             check_config(self.config, aggregation)
             with _in_place_of_engines(actor_config, aggregation):
                 return _checked(super()._create_actor(actor_config))

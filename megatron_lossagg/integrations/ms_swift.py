@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._ms_swift_trainer import (
+    SFT_TRAINER,
     TrainerIntegration,
     installed,
-    trainer_class,
 )
 from megatron_lossagg.integrations._refusals import field_of
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
@@ -43,7 +43,7 @@ class SwiftIntegration(TrainerIntegration):
     """
 
     gives_token_weights = True
-    trainer_at = ("swift.megatron.trainers.trainer", "MegatronTrainer")
+    trainer_at = SFT_TRAINER
     commands = "megatron sft, megatron pt"
     log_reduces_loss = True
 
@@ -139,9 +139,4 @@ def install(
     prompt ids. Raises :class:`ContractError` if ms-swift 4.6.0 is not there. Adds one all-reduce
     to each line of the log, over data and context parallelism.
     """
-    if "_log_callback" not in vars(trainer_class(*SwiftIntegration.trainer_at)):
-        raise ContractError(
-            "ms-swift's MegatronTrainer has no _log_callback of its own, which reduces the logged "
-            "loss from 4.6.0 on: upgrade ms-swift"
-        )
     return installed(aggregation, SwiftIntegration(), options)

@@ -62,6 +62,8 @@ _LINEAR = (
 _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
 _NOT_IN_SFT = (*_NOT_HERE, "prompt_mean", "balanced")
+_ENTRY_POINT = "trainer.override_entrypoint"
+"""What SkyRL's ``main`` reads to come here, and its configuration does not know."""
 _WEIGHED = "loss_aggregation"
 """Where a batch of SFT says that its loss mask has the weights."""
 _PATCHES = (
@@ -289,6 +291,8 @@ def _split(arguments: Sequence[str]) -> tuple[Aggregation | None, list[str]]:
     rest = []
     for argument in arguments:
         name, _, value = argument.partition("=")
+        if name == _ENTRY_POINT:
+            continue
         if not name.startswith("loss_aggregation"):
             rest.append(argument)
         elif name not in known:
@@ -303,7 +307,7 @@ def _split(arguments: Sequence[str]) -> tuple[Aggregation | None, list[str]]:
     if aggregation is None and not is_asked():
         raise AggregationError(
             "got no loss_aggregation: add loss_aggregation=prompt_mean or another mode, or drop "
-            "trainer.override_entrypoint"
+            f"{_ENTRY_POINT}"
         )
     return aggregation, rest
 

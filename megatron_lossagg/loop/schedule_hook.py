@@ -24,9 +24,10 @@ from megatron_lossagg.guards.framework_loss import compare_graphs, compare_with_
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
-from megatron_lossagg.loop.step import MicrobatchLoss, Step
+from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import Describe
+from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan
 
@@ -336,7 +337,7 @@ class _Replay:
 
     def _taken_apart(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
-    ) -> tuple[FrameworkLoss, MicrobatchLoss]:
+    ) -> tuple[FrameworkLoss, Microbatch]:
         # Before loss_func, which may change the output in place.
         is_close = self._looks_closely and output.requires_grad
         edge = get_gradient_edge(output) if is_close else None

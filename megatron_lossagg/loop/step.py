@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,10 @@ from megatron_lossagg.contract.finalize import FinalizeHook
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import is_rerunning
 from megatron_lossagg.contract.outputs import (
-    Means,
-    Outputs,
+    StepOutputs,
     check_coefficient,
     check_reported,
     check_scalar,
-    outputs,
-    shadow_reports,
 )
 from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
@@ -29,7 +27,8 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts
+from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts
+from megatron_lossagg.guards.split import check_split
 from megatron_lossagg.guards.step_guards import StepGuards
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
@@ -37,123 +36,11 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.positions import check_positions
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.microbatch import Means, Microbatch, Outputs, untraced
 from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.weigh.listen import is_in_backward
-from megatron_lossagg.weigh.told import tell
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _untraced(function: _Function) -> _Function:
-    """Let a compiled loss_func call it as it is: it reads counts, masks and where tensors lie."""
-    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-
-
-class MicrobatchLoss:
-    """The loss of one microbatch on this rank; made by :meth:`Step.microbatch`."""
-
-    def __init__(self, step: Step, reducer: Reducer) -> None:
-        self._step = step
-        self._reducer = reducer
-        self._shadows: dict[str, Tensor] = {}
-        self._others: list[Tensor] = []
-        """Partial losses of an evaluation under another aggregation than the step's."""
-
-    @property
-    def layout(self) -> Layout:
-        """Which tokens this rank holds."""
-        return self._reducer.layout
-
-    @_untraced
-    def reduce(self, losses: Tensor, aggregation: Aggregation | str | None = None) -> Tensor:
-        """Sum this rank's per-token losses with the step's weights: a 0-dim partial loss.
-
-        ``losses``: in the layout's order; a masked one may be anything. ``aggregation``: another
-        mode over the same tokens, without a collective. See :meth:`Reducer.__call__`.
-
-        The first call under the step's own aggregation is what ``Options.shadow`` reports.
-        """
-        reducer = self._reducer if aggregation is None else self._reducer.under(aggregation)
-        partial_loss = reducer(losses)
-        if reducer.plan.aggregation != self._reducer.plan.aggregation:
-            if self._step.evaluates:
-                self._others.append(partial_loss)
-        elif self._step.shadows and not self._shadows:
-            self._shadows = self._shadowed(losses)
-        return partial_loss
-
-    @_untraced
-    def outputs(
-        self,
-        loss: Tensor,
-        report: Mapping[str, Tensor] | None = None,
-        means: Means | None = None,
-        *,
-        coefficient: float = 1.0,
-    ) -> Outputs:
-        """Make what loss_func returns: ``(loss, num_tokens, report)``.
-
-        ``loss``: 0-dim, the sum of all terms' partial losses. ``report``: partial losses by name.
-        ``means``: local sums with their counts by name, of what is a mean already (clip fraction,
-        reward): Megatron adds both over the step and divides, so one mean over the step is logged.
-        ``coefficient``: what multiplies the partial loss under the step's own aggregation in
-        ``loss``, such as 0.5 for ``0.5 * mb.reduce(value_losses)``. It changes no number: the step
-        refuses a partial loss that arrives in the backward pass with another one. Do not divide by
-        M, DP, CP or a number of tokens: K compensates what Megatron does.
-
-        The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
-        in place); num_tokens an int32 0-dim tensor on its device; each report a detached
-        ``[partial loss, 1 / (M DP CP)]``; each mean a detached ``[sum, count]``. Adds
-        ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
-        weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
-        no host sync.
-
-        In a ``forward_only`` step both entries of a report are times D, the total of the step's
-        mode (N, B, P or Z): added over evaluation steps they divide to the mode's loss over all
-        that was evaluated. D is 1 for a mode without a total, and for what :meth:`reduce` returned
-        under another aggregation: that is a mean over the steps, as under ``token_sum``.
-
-        Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
-        for a microbatch with tokens, if this is of another step, and if the loss needs no gradient
-        in a training step. In a ``forward_only`` step it is detached.
-        """
-        check_scalar("loss", loss)
-        check_coefficient(coefficient)
-        report, means = report or {}, means or {}
-        check_reported(report, means)
-        others = [name for name, value in report.items() if self._is_other(value)]
-        made = self._step._outputs(loss, self._reducer, report, means, coefficient, others)
-        made[2].update(self._shadow_reports(self._shadows))
-        return made
-
-    @_untraced
-    def shadow(self, losses: Tensor) -> dict[str, Tensor]:
-        """Report what each mode of ``Options.shadow`` would give for losses that others train.
-
-        In place of :meth:`outputs`: the step checks at its end what it checks of a trained one.
-        """
-        shadows = self._shadowed(losses)
-        self._step._note_shadows(self._reducer, losses, shadows)
-        return self._shadow_reports(shadows)
-
-    def _is_other(self, value: object) -> bool:
-        """Whether it is a partial loss under another aggregation, detached or not."""
-        return isinstance(value, Tensor) and any(
-            value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-            for other in self._others
-        )
-
-    def _shadow_reports(self, shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        plan, modes = self._reducer.plan, self._step.shadows
-        totals = {name: self._step.total_of(plan.under(modes[name])) for name in shadows}
-        return shadow_reports(shadows, totals, self._step.scaling)
-
-    def _shadowed(self, losses: Tensor) -> dict[str, Tensor]:
-        """Sum the losses under each shadow's mode."""
-        shadows = self._step.shadows.items()
-        return {name: self._reducer.shadow(losses, mode) for name, mode in shadows}
+from megatron_lossagg.reduction.step_state import StepLog, Term
+from megatron_lossagg.weigh.told import listening, tell
 
 
 class Step:
@@ -202,6 +89,7 @@ class Step:
             is_deferred=plan is not None and plan.total is not None,
         )
         """What Megatron does to this step's loss, and K."""
+        self._made = StepOutputs(self.scaling, cp_rank=groups.cp_rank)
         self._groups = groups
         self._plan = plan
         self._recorder = recorder
@@ -224,6 +112,7 @@ class Step:
                 scaling=self.scaling,
                 plan=plan,
                 tracker=self._tracker,
+                log=StepLog(plan.aggregation, trains=not forward_only),
                 forward_only=forward_only,
                 accumulates=accumulates,
                 calls=calls or ScheduleCalls(),
@@ -232,12 +121,12 @@ class Step:
             self._guards = self._watch(self._facts, guards)
 
     def _watch(self, facts: StepFacts, kind: Guards | None) -> StepGuards:
-        """Let the guards hear of reducers and of the finalize function."""
+        """Let the microbatches write the log, and the guards hear of the finalize function."""
         found = [] if kind is None else guards_of(facts)
         guards = StepGuards(found, facts, only_warns=kind == "warn")
-        facts.plan.state.begin(_untraced(partial(guards.tell, "on_reduce")))
+        facts.plan.state.log = facts.log
         if kind is not None and not self.forward_only:
-            self._listen_to_finalize(partial(guards.tell, "on_finalize"))
+            self._listen_to_finalize(partial(guards.tell, Guard.on_finalize))
         return guards
 
     def _listen_to_finalize(self, hears: Callable[[Tensor | None], None]) -> None:
@@ -288,7 +177,6 @@ class Step:
         """Whether loss_func ran for it, on this rank, and nothing has finished it."""
         return self._tracker.num_calls > 0 and not self.is_finished
 
-    @_untraced
     def microbatch(
         self,
         sequences: IntsLike,
@@ -299,7 +187,7 @@ class Step:
         layout: Layout | None = None,
         token_weights: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> MicrobatchLoss:
+    ) -> Microbatch:
         """Check and slice a microbatch's mask, and look up its weights; in loss_func.
 
         ``sequences``, ``mask``, ``token_weights``: as in :meth:`StepPlan.reducer`. One of three
@@ -310,7 +198,18 @@ class Step:
         context-parallel rank, or of a split that is not the model's. One host sync each for
         ``sequences``, ``cu_seqlens`` and ``lengths`` on CUDA.
         """
-        plan = self.plan  # which stages without counts do not have
+        if torch.compiler.is_compiling():
+            return _microbatch_untraced(
+                self,
+                sequences,
+                mask,
+                cu_seqlens=cu_seqlens,
+                lengths=lengths,
+                layout=layout,
+                token_weights=token_weights,
+                positions=positions,
+            )
+        plan = self._plan or self.plan  # which stages without counts do not have
         num_given = (cu_seqlens is not None) + (lengths is not None) + (layout is not None)
         if num_given != 1:
             raise ContractError(
@@ -321,35 +220,46 @@ class Step:
             layout = self._groups.thd(cu_seqlens)
         elif lengths is not None:
             layout = self._groups.local(lengths)
-        assert layout is not None
-        self._guards.tell("on_microbatch", layout)
-        reducer = plan.reducer(sequences, mask, layout, token_weights=token_weights)
-        if not self.forward_only:
+        else:
+            assert layout is not None
+            check_split(self._groups, layout)
+        microbatch = Microbatch.of(plan, sequences, mask, layout, token_weights, self)
+        if listening and not self.forward_only:
             tell(plan.aggregation, plan.sequences, sequences)
         if positions is not None:
-            found = reducer.microbatch
-            past_end, faults = found.num_past_end, plan.state.faults
-            check_positions(positions, found.keep, found.segments, past_end, faults)
-        return MicrobatchLoss(self, reducer)
+            past_end, faults = microbatch.num_past_end, plan.state.faults
+            check_positions(positions, microbatch.keep, microbatch.line, past_end, faults)
+        return microbatch
 
-    def _note_shadows(
-        self, reducer: Reducer, losses: Tensor, shadows: Mapping[str, Tensor]
-    ) -> None:
+    def _only_shadowed(self, microbatch: Microbatch) -> None:
         """Note a microbatch that only shadows are reported of."""
-        self._tracker.add(reducer.microbatch.segments.own_sequences)
-        for partial_loss in shadows.values():
-            self._guards.tell("on_reduce", reducer, losses, partial_loss)
+        line, log = microbatch.line, self._facts.log
+        self._tracker.add(line.known.own)
+        term = Term(
+            aggregation=log.aggregation, is_recomputed=False, num_returned=len(log.returned)
+        )
+        log.add(line, term, microbatch.plan)
+
+    def _shadow_reports(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        plans = {name: self.plan.under(self.shadows[name]) for name in losses}
+        totals = {name: self._total_of(plan) for name, plan in plans.items()}
+        return self._made.of_shadows(losses, totals)
 
     def _outputs(
         self,
+        microbatch: Microbatch,
         loss: Tensor,
-        reducer: Reducer,
         report: Mapping[str, Tensor],
         means: Means,
         coefficient: float,
-        others: Collection[str],
     ) -> Outputs:
-        """Make what loss_func returns; see :meth:`MicrobatchLoss.outputs`."""
+        """Make what loss_func returns; see :meth:`Microbatch.outputs`."""
+        if type(loss) is not Tensor or loss.dim() or not loss.dtype.is_floating_point:
+            check_scalar("loss", loss)
+        if type(coefficient) is not float or coefficient != 1:
+            check_coefficient(coefficient)
+        if means or type(report) is not dict:
+            check_reported(report, means)
         if self.is_finished:
             raise ContractError(
                 "got a microbatch of a step that has ended: make it with step.microbatch of the "
@@ -357,28 +267,30 @@ class Step:
             )
         if self.forward_only and loss.requires_grad:
             loss = self._detached(loss)
-        cp_rank = self._groups.cp_rank
-        is_recomputed = is_in_backward()  # a checkpoint calls loss_func again
-        if not is_recomputed:
-            if self._tracker.is_at_start:
-                self._guards.tell("on_first_outputs")
-            self._guards.tell("on_outputs", reducer, loss, coefficient)
-            self._tracker.add(reducer.microbatch.segments.own_sequences)
-            if self._recorder is not None:
-                is_first = self._tracker.num_calls == 1 and not self.scaling.is_deferred
-                self._recorder.add(reducer, is_first=is_first)
-        return outputs(
-            loss,
-            reducer,
-            self.scaling,
-            cp_rank=cp_rank,
-            report=report,
-            means=means,
-            total=self.total_of(reducer.plan),
-            without_total=others,
-        )
+        if torch._C._current_graph_task_id() < 0:  # else a checkpoint calls loss_func again
+            self._note(microbatch, loss, coefficient)
+        if not self.evaluates:
+            return self._made.of(microbatch, loss, report, means)
+        total, others = self._total_of(microbatch.plan), microbatch.others_in(report)
+        return self._made.of(microbatch, loss, report, means, total, others)
 
-    def total_of(self, plan: StepPlan) -> float:
+    def _note(self, microbatch: Microbatch, loss: Tensor, coefficient: float) -> None:
+        """Write into the log that loss_func returns for a microbatch."""
+        tracker, log, line = self._tracker, self._facts.log, microbatch.line
+        if tracker.num_calls in (0, self.num_microbatches) and tracker.is_at_start:
+            log.pass_began = len(log.returned)
+            self._guards.tell(Guard.on_first_outputs)
+        if not (loss.requires_grad and line.is_reduced and line.number is None):
+            self._guards.tell(Guard.on_unusual_outputs, line, loss)
+        tracker.add(line.known.own)
+        line.number, line.loss, line.coefficient = len(log.returned), loss.detach(), coefficient
+        line.version, line.num_early = line.loss._version, len(line.heard)
+        log.returned.append(line)
+        if self._recorder is not None:
+            is_first = tracker.num_calls == 1 and not self.scaling.is_deferred
+            self._recorder.add(microbatch, is_first=is_first)
+
+    def _total_of(self, plan: StepPlan) -> float:
         """D: what both entries of a report under a plan are times; 1 in a training step."""
         return plan.counted_total if self.evaluates else 1.0
 
@@ -433,3 +345,17 @@ class Step:
         if self._plan is not None:
             self._plan.state.end()
             self._guards.end()
+
+
+_microbatch_untraced = untraced(Step.microbatch)
+
+
+def __getattr__(name: str) -> object:
+    if name != "MicrobatchLoss":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "megatron_lossagg.loop.step.MicrobatchLoss is now reduction.microbatch.Microbatch",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return Microbatch

@@ -26,9 +26,9 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record
 from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.reducer import Reducer
 
 _START = b'{"step": '
 
@@ -136,11 +136,11 @@ class StepRecorder:
         """Make it of what :func:`opened_record` returned; None without a group."""
         return None if group is None else StepRecorder(Exchange(group), file, iteration)
 
-    def add(self, reducer: Reducer, *, is_first: bool) -> None:
+    def add(self, microbatch: Microbatch, *, is_first: bool) -> None:
         """Note a microbatch; ``is_first``: of a pass over the whole step. No host sync."""
         if is_first:
             self._trained.clear()
-        trained = reducer.weight_sum(torch.float64)
+        trained = microbatch.weight_sum(torch.float64)
         if trained is not None:
             self._trained.append(trained)
 

@@ -25,4 +25,5 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def from_numpy(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to a device without a host sync; on the CPU the tensor shares its memory."""
-    return moved(torch.from_numpy(np.ascontiguousarray(array)), device)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else moved(tensor, device)

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_lossagg.errors import LayoutError
@@ -89,13 +90,15 @@ class Layout:
     """Whether all positions of the mask are this rank's."""
 
     def __post_init__(self) -> None:
-        for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
-            array.flags.writeable = False  # all holders share it
-        vars(self).update(
-            num_segments=len(self.offset_G1) - 1,
-            num_tokens=int(self.offset_G1[-1]),
-            num_local_tokens=int(self.length_R.sum()),
-            holds_whole_mask=self.cp_size == 1 or self.is_local,
+        offset_G1 = self.offset_G1
+        for array in (offset_G1, self.start_R, self.length_R, self.segment_R):
+            array.setflags(write=False)  # all holders share it
+        num_tokens, holds_whole = int(offset_G1[-1]), self.cp_size == 1 or self.is_local
+        self.__dict__.update(
+            num_segments=len(offset_G1) - 1,
+            num_tokens=num_tokens,
+            num_local_tokens=num_tokens if holds_whole else int(np.add.reduce(self.length_R)),
+            holds_whole_mask=holds_whole,
         )
 
     @property
@@ -121,9 +124,13 @@ class Layout:
 
         ``tokens[layout.positions]`` slices anything that is packed like the mask.
         """
-        position_T = np.repeat(self._shift_R, self.length_R)
-        position_T += np.arange(self.num_local_tokens)
-        return torch.from_numpy(position_T)
+        return torch.from_numpy(self.indices(np.int64))
+
+    def indices(self, dtype: type[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+        """Return :attr:`positions` as an array of a dtype that holds them."""
+        index_T = np.repeat(self._shift_R.astype(dtype), self.length_R)
+        index_T += np.arange(self.num_local_tokens, dtype=dtype)
+        return index_T
 
     def is_in_rows(self, shape: Sequence[int], *, is_local: bool) -> bool:
         """Whether a tensor can hold the tokens in their order, but for dimensions of 1.

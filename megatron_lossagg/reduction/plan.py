@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.errors import PlanError, ReducerError, message_of
+from megatron_lossagg.errors import PlanError, message_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.totals import (
     check_totals,
@@ -33,7 +35,6 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import CheckedSequences, Sequences
 from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
@@ -62,6 +63,7 @@ class StepPlan(StepWeights):
     group_ranks: tuple[int, ...] | None
     """Global ranks that were counted over; None if no group was passed."""
     state: StepState = field(repr=False)
+    _weights_in: dict[torch.dtype, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def weights(self) -> Tensor:
@@ -82,8 +84,8 @@ class StepPlan(StepWeights):
         layout: Layout,
         *,
         token_weights: Tensor | None = None,
-    ) -> Reducer:
-        """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
+    ) -> Microbatch:
+        """Make one microbatch without a step: check its mask, slice it, look up its weights.
 
         No collective; no host sync for a CUDA mask, one for CUDA ``sequences``.
 
@@ -99,20 +101,27 @@ class StepPlan(StepWeights):
                 tokens are rejected), and each sequence's sum is the one that was counted.
 
         Returns:
-            The reducer, to be called with this rank's per-token losses.
+            The microbatch, to be called with this rank's per-token losses.
 
         Raises:
             ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
                 CUDA mask's faults are raised when the step finishes.
         """
-        sums = self.sequences.token_weight_sums
-        if (token_weights is None) != (sums is None):
-            raise ReducerError(
-                f"got {'no ' if token_weights is None else ''}token_weights= in a plan with "
-                f"{'no ' if sums is None else ''}token_weight_sums: pass both, or neither and "
-                "count the mask"
-            )
-        return Reducer.of(self, Microbatch.of(self, sequences, mask, layout, token_weights))
+        return Microbatch.of(self, sequences, mask, layout, token_weights)
+
+    def weights_in(self, dtype: torch.dtype) -> tuple[npt.NDArray[Any], Tensor | None]:
+        """Return :attr:`weight_S1` in float32 or float64, and w if all that count have one.
+
+        Made once for a dtype.
+        """
+        made = self._weights_in.get(dtype)
+        if made is None:
+            weight_S1 = self.weight_S1.astype(str(dtype).removeprefix("torch."))
+            value_S = weight_S1[:-1][self.active_tokens > 0]  # what weighs nothing may be kept
+            has_one = len(value_S) and value_S.min() == value_S.max()
+            single = torch.from_numpy(value_S[0, ...]) if has_one else None
+            made = self._weights_in[dtype] = weight_S1, single
+        return made
 
     def check(self) -> None:
         """Raise the first fault that was found on devices in this step, if any.

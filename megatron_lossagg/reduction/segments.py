@@ -1,8 +1,8 @@
-"""The segments of one microbatch: whose tokens they are, their sums, and their names in messages.
+"""The segments of one microbatch: which of their tokens this rank holds, and sums over them.
 
 Shape suffixes: P = positions of the whole mask (P1: one more); T = tokens that this rank holds;
 G = segments of the microbatch (G1, G2: and one or two more); R = runs of consecutive
-positions; S = sequences of the step.
+positions.
 """
 
 from __future__ import annotations
@@ -14,84 +14,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.reduction.devices import from_numpy
-from megatron_lossagg.reduction.integers import Ints, first_few
+from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.sequences import CheckedSequences
 
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Segments:
-    """The segments of one microbatch, and how messages name them; integers on the CPU only."""
-
-    sequences: Ints
-    """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
-    counted: Ints
-    """int64 ``[G]``: the plan's count of each segment's sequence, 0 for a padding sequence."""
-    planned: CheckedSequences
-    """Those of the step."""
-    layout: Layout
-    rejects_tokens: bool
-    """Whether a sequence may train fewer tokens than were counted."""
-
-    def __str__(self) -> str:
-        """Name the microbatch: ``microbatch 2 with sequences 5, 6``."""
-        real = self.own_sequences
-        if not len(real):
-            return "a microbatch without sequences"
-        number = "a microbatch"
-        if self.planned.microbatch is not None:
-            number = f"microbatch {self.planned.microbatch[real[0]]}"
-        return f"{number} with sequences {first_few(real)}"
-
-    @property
-    def own_sequences(self) -> Ints:
-        """The sequences of the segments that are not padding."""
-        own: Ints = self.sequences[self.sequences != PADDING]
-        return own
-
-    @property
-    def is_sliced_by_framework(self) -> bool:
-        """Whether the mask has only this rank's part of each sequence."""
-        return self.layout.is_local and self.layout.cp_size > 1
-
-    @property
-    def rank_name(self) -> str:
-        """Name this rank."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return f"rank {rank} (context-parallel rank {self.layout.cp_rank})"
-
-    @property
-    def mask_name(self) -> str:
-        """Name this microbatch's mask on this rank."""
-        return f"{self.rank_name}: the mask of {self}"
-
-    def token(self, index: int) -> tuple[str, str]:
-        """Name the sequence, and the token in it, that this rank's token ``index`` is."""
-        segment, token = self.layout.place(index)
-        sequence = self.sequences[segment]
-        whose = "a padding sequence" if sequence == PADDING else f"sequence {sequence}"
-        part = " of this rank's part" if self.is_sliced_by_framework else ""
-        return f"{whose} (segment {segment} of {self})", f"{token}{part}"
+_MOST_INT32 = 2**31 - 1
 
 
 def held(value_P: Tensor, layout: Layout) -> Tensor:
     """Slice what is packed like the mask: the tokens that this rank holds, ``[T]``."""
+    if layout.holds_whole_mask and len(value_P) == layout.num_tokens:
+        return value_P
     if layout.interval is not None:
         return value_P[layout.interval]
-    index_T = layout.positions.numpy()
-    if value_P.numel() <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
-        index_T = index_T.astype(np.int32)
-    return torch.index_select(value_P, 0, from_numpy(index_T, value_P.device))
+    # half the bytes to copy and to read, if there are not too many
+    index_T = layout.indices(np.int32 if len(value_P) <= _MOST_INT32 else np.int64)
+    return value_P.index_select(0, from_numpy(index_T, value_P.device))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class SegmentSums:
     """What a cumulative sum over a mask's positions is at the ends of its segments and runs.
 
@@ -108,15 +54,21 @@ class SegmentSums:
     @staticmethod
     def of(value_P: Tensor, layout: Layout, dtype: torch.dtype) -> SegmentSums:
         """Sum what is packed like the mask, in ``dtype``; no host sync."""
-        offset_G1, size = layout.offset_G1, value_P.shape[0]
-        # An empty first segment has no last position: -1 is a place of 0 too.
-        places = [offset_G1, np.array([size]), offset_G1[1:] - 1]
+        size, num_segments = value_P.shape[0], layout.num_segments
+        head, num_runs = 2 * num_segments + 2, 0
         if not layout.holds_whole_mask:
-            places += [layout.start_R, layout.start_R + layout.length_R]
-        place_N = np.concatenate(places)
+            num_runs = len(layout.start_R)
+        place_N = np.empty(head + 2 * num_runs, dtype=np.int64)
+        place_N[: num_segments + 1] = layout.offset_G1
+        place_N[num_segments + 1] = size
+        # An empty first segment has no last position: -1 is a place of 0 too.
+        np.subtract(layout.offset_G1[1:], 1, out=place_N[num_segments + 2 : head])
+        if num_runs:
+            place_N[head : head + num_runs] = layout.start_R
+            np.add(layout.start_R, layout.length_R, out=place_N[head + num_runs :])
         if size:
             last_N = from_numpy(np.maximum(place_N - 1, 0), value_P.device)
-            at_N = torch.cumsum(value_P, dim=0, dtype=dtype).index_select(0, last_N)
+            at_N = value_P.cumsum(0, dtype=dtype).index_select(0, last_N)
         else:
             at_N = torch.zeros(len(place_N), dtype=dtype, device=value_P.device)
         return SegmentSums(at_N=at_N, place_N=place_N, layout=layout)

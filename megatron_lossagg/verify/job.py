@@ -142,19 +142,24 @@ def failure_of(done: CompletedProcess[str]) -> str:
     """
     if not done.returncode:
         return ""
-    who, number = "The launcher", -done.returncode
-    if cause := _ROOT_CAUSE.search(done.stderr):
-        who, number = f"Rank {cause[1]}", int(cause[2])
+    who, number = ended_by_signal(done)
     if number == signal.SIGKILL:
         return (
             f"{who} was killed (SIGKILL) and raised no error. The kernel does it if memory runs "
             "out, and dmesg then names the process: start fewer ranks, or free memory"
         )
-    if number > 0:
+    if number:
         what = f"{who} was ended by {signal.Signals(number).name} and raised no error"
     else:
         what = "A rank failed"
     return first_failure(what, done.stderr or f"exit status {done.returncode}")
+
+
+def ended_by_signal(done: CompletedProcess[str]) -> tuple[str, int]:
+    """Return whom a signal ended, and its number; 0 if none did."""
+    if cause := _ROOT_CAUSE.search(done.stderr):
+        return f"Rank {cause[1]}", int(cause[2])
+    return "The launcher", max(-done.returncode, 0)
 
 
 def first_failure(what: str, printed: str) -> str:

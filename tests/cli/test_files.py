@@ -236,6 +236,7 @@ def test_what_a_terminal_would_act_on_is_printed_as_an_escape(text, shown):
 
 def test_a_hostile_file_name_is_printed_with_escapes_and_works(tmp_path, monkeypatch, capsys):
     pytest.importorskip("pandas", reason="pandas is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
     name = HOSTILE + UNDECODABLE
     file, page = tmp_path / name, tmp_path / f"{name}.html"

@@ -101,9 +101,7 @@ CASES = {
         loss=lambda mb, x: mb.reduce(2 * x), plain=lambda x, w, t: 2 * (w * x).sum()
     ),
     "losses divided by their microbatch's tokens": Case(
-        loss=lambda mb, x: mb.reduce(
-            0.5 * (x / mb._reducer.microbatch.keep.sum().clamp(min=1)).view(-1)
-        ),
+        loss=lambda mb, x: mb.reduce(0.5 * (x / mb.keep.sum().clamp(min=1)).view(-1)),
         plain=lambda x, w, t: 0.5 * (w * x).sum() / (t > 0).sum().clamp(min=1),
         warned=r"losses were divided by \d+, the active tokens of their microbatch",
     ),

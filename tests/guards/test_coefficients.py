@@ -1,13 +1,16 @@
 """What coefficients say of a call of loss_func: functions over numbers, without processes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.guards.coefficients import Call, Term, fault_of, warn_of
+from megatron_lossagg.guards.coefficients import Call, TrainedTerm, fault_of, warn_of
 from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.reduction import faults
+from megatron_lossagg.reduction.step_state import Term
 
 K = 8.0
 MODE, OTHER = Aggregation("sample_mean"), Aggregation("token_mean")
@@ -18,15 +21,17 @@ def a_term(*coefficients, value=2.0, losses="x", mode=MODE, scale=None, dtype=to
     held = torch.tensor(value, dtype=dtype)
     scales = () if scale is None else (torch.tensor(scale),)
     factor = K if scale is None else K * scale
-    return Term(
-        microbatch=0,
-        sequences=np.array([0]),
-        aggregation=mode,
+    return TrainedTerm(
+        Term(
+            aggregation=mode,
+            is_recomputed=False,
+            num_returned=0,
+            losses=(losses,),
+            version=held._version,
+        ),
+        held,
         is_own=mode == MODE,
         is_late=False,
-        losses=(losses,),
-        value=held,
-        version=held._version,
         arrived=[(torch.tensor(c * factor), *scales) for c in coefficients],
     )
 
@@ -37,15 +42,12 @@ def a_call(*terms, loss=None, coefficient=1.0):
         arrived = [float(one) / K for term in terms for one, *_ in term.arrived]
         loss = sum(c * float(term.value) for c, term in zip(arrived, terms, strict=False))
     held = torch.tensor(loss)
-    return Call(
-        number=3,
-        microbatch=0,
-        sequences=np.array([0]),
+    line = SimpleNamespace(
         coefficient=coefficient,
-        loss=held,
         version=held._version,
-        terms=list(terms),
+        known=SimpleNamespace(sequences=np.array([0])),
     )
+    return Call(3, line, held, list(terms))
 
 
 def take(call):

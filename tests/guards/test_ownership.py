@@ -1,7 +1,5 @@
 """Each ``check_`` of the two workers passes on two context-parallel ranks."""
 
-from functools import partial
-
 import pytest
 import torch
 from conftest import each_check
@@ -22,7 +20,7 @@ def test_the_comparison_waits_for_no_device_until_the_step_is_read():
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[5, 2]))
     facts = facts_of(plan, cp=2)
     guard = Ownership.of(facts)
-    plan.state.begin(partial(guard.on_reduce, facts))
+    plan.state.log = facts.log
     with DeviceDouble() as double:
         mask = torch.tensor([1, 1, 1, 0, 1, 0]).to(double.device, non_blocking=True)
         layout = Layout.local([4, 2], cp_size=2, cp_rank=0)

@@ -28,7 +28,7 @@ from areal.utils import stats_tracker
 from areal.utils.dynamic_import import import_from_string
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations import areal
 
 AGGREGATION = Aggregation("constant", divisor=4096, count_empty=False)
@@ -75,6 +75,13 @@ def check_weighed(config):
             trainer = trainer_of(SFTTrainer, config, aggregation=aggregation)
             with pytest.raises(ContractError, match="AReaL's SFT is not weighed"):
                 trainer._create_actor(config.actor)
+
+
+def check_refused(config):
+    """Where AReaL's constructor of an SFT trainer makes its actor."""
+    trainer = trainer_of(SFTTrainer, config, aggregation=Aggregation("prompt_mean"))
+    with pytest.raises(AggregationError, match="AReaL's SFT has no prompt ids"):
+        trainer._create_actor(config.actor)
 
 
 def losses_of(data, scale_S, cu_seqlens, **options):
@@ -131,6 +138,7 @@ def main():
     config = TrainEngineConfig(scheduling_spec=specs())
     trainer = trainer_of(SFTTrainer, SimpleNamespace(actor=config))
     check(trainer._create_actor(config), "MegatronLMEngine")
+    check_refused(SimpleNamespace(actor=config))
     trainer = trainer_of(RWTrainer, SimpleNamespace(actor=config))
     with pytest.raises(ContractError, match=r"got the engine areal.*MegatronRWEngine"):
         trainer._create_actor(config)

@@ -45,7 +45,8 @@ def main() -> int:
     files = files or sorted(map(str, Path(__file__).parent.glob("*_checks.py")))
     # Frameworks warn at import; warnings of this package stay errors.
     ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *options]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:hydra_pytest"]
+    command = [sys.executable, "-m", "pytest", *plugins, *ignored, *options]
     failed = False
     for named, more, folders in processes(files):
         failed |= run([*command, *more, *named], folders)

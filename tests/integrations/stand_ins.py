@@ -89,6 +89,12 @@ LLAMA_FACTORY = ("av", "datasets", "fire", "librosa", "peft", "torchaudio", "trl
 SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
 """What serves rollouts of slime and miles, and reads their data."""
 
+ROLLOUTS = (
+    *("six", "wandb", "tensorboard", "PIL", "pandas", "pybase64", "msgspec", "zmq", "starlette"),
+    *AGENT_LOOP,
+)
+"""What the whole of slime and miles imports besides."""
+
 AREAL = (
     "mbridge",
     "megatron.bridge",

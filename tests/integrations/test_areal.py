@@ -98,6 +98,17 @@ class OtherTrainer:
         return OtherTrainer(config)
 
 
+def test_a_mode_with_prompts_is_refused_as_the_trainer_of_sft_starts():
+    class SFTTrainer:
+        def __init__(self, config):
+            self.config = config
+            self.actor = self._create_actor(config.actor)
+
+    made = areal.aggregated(SFTTrainer, Aggregation("prompt_mean"))
+    with pytest.raises(AggregationError, match=r"got prompt_mean.* with SFTTrainer, expected"):
+        made(config_of(ppo_n_minibatches=1))
+
+
 def test_another_engine_is_refused_and_areals_own_are_back_afterwards(monkeypatch):
     engines = {name: type(name, (), {}) for name in areal._ENGINES}
     for name in ("areal", "areal.engine", "areal.engine.megatron_engine"):

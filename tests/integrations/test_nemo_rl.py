@@ -96,6 +96,18 @@ def test_the_loss_and_the_kl_follow_the_aggregation_and_other_metrics_stay(make)
             assert metrics[name] == pytest.approx(stock[name] * ratio if follows else stock[name])
 
 
+@pytest.mark.parametrize("num_empty", [1, 7, 8])
+def test_an_extremum_is_of_tokens_and_there_if_a_microbatch_has_none(num_empty):
+    mask = torch.ones(8, 4, dtype=torch.float64)
+    mask[:num_empty] = 0
+    data = eight_sequences(token_mask=mask)
+    _, stock = ClippedPGLossFn()(log_probs(), data=data, **COUNTS)
+    _, ours = aggregated(ClippedPGLossFn(), SAMPLE_MEAN)(log_probs(), data=data, **COUNTS)
+    assert ours.keys() == stock.keys()
+    assert ours["probs_ratio_min"] == stock["probs_ratio_min"]
+    assert (stock["probs_ratio_min"] == torch.inf) == (num_empty == 8)
+
+
 @pytest.mark.parametrize(
     "name",
     ["loss_type", "input_type", "metric_normalizations", "reference_policy_kl_penalty"],

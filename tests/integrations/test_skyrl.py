@@ -206,8 +206,9 @@ def test_a_mode_of_microbatches_is_refused():
 
 
 def test_the_entry_point_reads_its_own_arguments():
+    own = "trainer.override_entrypoint=megatron_lossagg.integrations.skyrl"
     aggregation, rest = skyrl._split(
-        ["a=1", "loss_aggregation=constant", "loss_aggregation_divisor=4e3", "trainer.b=2"]
+        ["a=1", "loss_aggregation=constant", "loss_aggregation_divisor=4e3", own, "trainer.b=2"]
     )
     assert aggregation == Aggregation("constant", divisor=4000)
     assert rest == ["a=1", "trainer.b=2"]

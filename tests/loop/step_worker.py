@@ -273,7 +273,7 @@ def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, aggregator):
         for sequence in (0, 1):
             mb = a_microbatch(step, [sequence])
             backward(step, mb.outputs(partial_loss_of(mb)))
-            kept.append(weakref.ref(mb._reducer.microbatch))
+            kept.append(weakref.ref(mb))
         del mb
         gc.collect()
         assert [one() for one in kept] == [None, None]

@@ -113,7 +113,7 @@ def test_stock_trains_a_multiple_where_the_loss_scaling_is_flipped_after_wrappin
 
 
 def test_stock_trains_side_losses_n_times_where_two_outputs_are_returned_per_token(stock):
-    """Why ``MicrobatchLoss.outputs`` makes three."""
+    """Why ``Microbatch.outputs`` makes three."""
     found = stock["two_outputs_per_token"]
     assert found["N"] > 1
     assert found["factors"] == pytest.approx([found["N"]] * len(found["factors"]))

@@ -89,9 +89,8 @@ PURE_TESTS = {
     "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
     "reduction/microbatch": of(
         *("reduction", "mask_checks", "reducer", "not_finite", "partial_losses", "device_path"),
-        "token_weights",
+        *("token_weights", "custom_reducer"),
     ),
-    "reduction/reducer": of("reduction", "reducer", "not_finite", "custom_reducer", "device_path"),
     "reduction/plan": [
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),

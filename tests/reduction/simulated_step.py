@@ -1,6 +1,6 @@
 """A step over simulated data-parallel and context-parallel ranks, in one process.
 
-Ranks plan together in threads, partial losses go through ``MicrobatchLoss.outputs`` and then
+Ranks plan together in threads, partial losses go through ``Microbatch.outputs`` and then
 through Megatron's arithmetic as written in ``docs/megatron-contract.md``.
 """
 

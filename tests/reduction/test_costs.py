@@ -14,6 +14,7 @@ from benchmarks.counting import counted
 from benchmarks.workloads import AGGREGATION, CP_SIZES, TOKEN_MEAN, Workload
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.guards.trained_tokens import TrainedTokens
+from megatron_lossagg.reduction.step_state import StepLog
 
 SEQUENCES = (1, 64, 4096)
 MASK_TYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}
@@ -49,8 +50,7 @@ def of_a_call(
     mask_P = workload.mask_P.to(mask_type).to(device)
     x_T = workload.x_T.detach().to(device).requires_grad_()
     if in_step:
-        trained = TrainedTokens(workload.num_sequences)
-        plan.state.begin(lambda reducer, losses, partial_loss: trained.add(reducer.microbatch))
+        plan.state.log = StepLog(plan.aggregation)
     with counted() as build:
         reducer = plan.reducer(range(workload.num_sequences), mask_P, layout)
         reducer.weights(x_T.dtype, x_T.device)
@@ -106,7 +106,7 @@ def test_what_a_rank_trains_is_summed_once_a_step(device):
         trained = TrainedTokens(num_sequences)
         for _ in range(num_microbatches):
             sequences, layout = range(num_sequences), workload.layout().gathered()
-            trained.add(workload.plan.reducer(sequences, mask_P, layout).microbatch)
+            trained.add(workload.plan.reducer(sequences, mask_P, layout).line)
         with counted() as counts:
             trained.own.of_sequences()
         found.add(counts.num_operations)

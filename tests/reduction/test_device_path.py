@@ -53,7 +53,7 @@ def reduced(layout, mask_dtype, loss_dtype, aggregation=SAMPLE_MEAN):
 @pytest.mark.parametrize("dtype", MASK_DTYPES)
 def test_nothing_is_read_for_any_layout_and_mask(name, cp, dtype):
     made, partial_loss, gradient = reduced(LAYOUTS[name](cp), dtype, torch.float32)
-    for tensor in (made.microbatch.keep, made.weight_sum(), partial_loss, gradient):
+    for tensor in (made.keep, made.weight_sum(), partial_loss, gradient):
         assert tensor.device == META
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_read_for_any_loss(dtype):
 def test_nothing_is_read_for_a_shadow_and_for_what_a_record_sums(dtype):
     made, _, _ = reduced(LAYOUTS["thd"](2), torch.int32, dtype)
     x = torch.ones(made.layout.num_local_tokens, dtype=dtype, device=META, requires_grad=True)
-    shadow = made.shadow(x, Aggregation("sample_sum"))
+    shadow = made.shadow_of(x, Aggregation("sample_sum"))
     assert (shadow.device, shadow.requires_grad) == (META, False)
     assert shadow.dtype == torch.promote_types(dtype, torch.float32)
     summed = made.weight_sum(torch.float64)

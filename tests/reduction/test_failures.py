@@ -115,7 +115,7 @@ def test_a12_a_microbatch_of_another_window_is_refused():
     layout = Layout.thd_zigzag([0, 4, 7], cp_size=1, cp_rank=0)
     stale = a_step(other, 1).microbatch([0, 1], torch.ones(7), layout=layout)
     loss = stale.reduce(torch.ones(7, requires_grad=True))
-    stale._step.end()
+    stale.step.end()
     a_step(first, 1)
     with pytest.raises(ContractError, match="of a step that has ended"):
         stale.outputs(loss)

@@ -155,9 +155,9 @@ def test_a_local_mask_holds_a_part_of_each_sequence(device):
     plan = a_plan((8, 4), rejects_tokens=False)
     layout = Layout.local([4, 2], cp_size=2, cp_rank=1)
     with on(device) as to:
-        microbatch = plan.reducer([0, 1], to(torch.ones(6)), layout).microbatch
+        line = plan.reducer([0, 1], to(torch.ones(6)), layout).line
         plan.check()
-        assert held_sums([microbatch.trained]).tolist() == [4, 2]
+        assert held_sums([line.trained]).tolist() == [4, 2]
 
 
 HELD = {
@@ -187,7 +187,7 @@ def test_a_rank_counts_what_its_mask_trains_of_each_segment(layout, cp_size):
     )
     for cp_rank in range(cp_size):
         held_here = layout({"cp_size": cp_size, "cp_rank": cp_rank})
-        made = plan.reducer(range(3), mask, held_here, token_weights=weights).microbatch
+        made = plan.reducer(range(3), mask, held_here, token_weights=weights).line
         held = set(held_here.positions.tolist())
         of_rank = [[t for t in segment if t in held] for segment in of_segments]
         assert held_sums([made.trained]).tolist() == [int(mask[tokens].sum()) for tokens in of_rank]

@@ -137,7 +137,7 @@ def test_what_a_step_has_to_read_keeps_neither_mask_nor_weights_until_it_ends():
     with on("device") as to:
         made = plan.reducer([0, 1], to(MASK), thd(4, 2))
         made(to([torch.nan] * 6)), made.under("token_mean")(to([1.0] * 6))
-        kept = weakref.ref(made.microbatch)
+        kept = weakref.ref(made)
         del made
         gc.collect()
         assert kept() is None

@@ -29,8 +29,8 @@ BY_HAND = {
 
 def a_microbatch(name, positions, *, cp_rank=0, mask=MASK):
     plan = a_plan([6, 5])
-    made = plan.reducer([0, 1], mask, LAYOUTS[name](cp_rank)).microbatch
-    check_positions(positions, made.keep, made.segments, made.num_past_end, plan.state.faults)
+    made = plan.reducer([0, 1], mask, LAYOUTS[name](cp_rank))
+    check_positions(positions, made.keep, made.line, made.num_past_end, plan.state.faults)
     plan.check()
 
 
@@ -50,9 +50,9 @@ def test_positions_in_the_sequence_or_in_the_buffer_are_right(device, name, cp_r
 def test_a_rank_without_tokens_has_no_positions(device):
     with on(device) as to:
         plan = a_plan([6, 5])
-        made = plan.reducer([], to(torch.zeros(0)), thd()).microbatch
+        made = plan.reducer([], to(torch.zeros(0)), thd())
         faults = plan.state.faults
-        check_positions(to(torch.zeros(0).long()), made.keep, made.segments, 0, faults)
+        check_positions(to(torch.zeros(0).long()), made.keep, made.line, 0, faults)
         plan.check()
 
 

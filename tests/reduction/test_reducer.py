@@ -1,5 +1,7 @@
 """Per-token losses to a partial loss: what is seen, and what is not."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import LayoutError, ReducerError
+from megatron_lossagg.reduction.microbatch import Microbatch
 
 
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
@@ -308,7 +311,7 @@ def test_a_mask_with_empty_sequences_is_sliced_and_weighed(dtype, cp_rank, devic
         plan.check()
         expected = weight_P[layout.positions].float()
         assert x.grad.tolist() == expected.tolist()
-        assert made.microbatch.keep.tolist() == (expected > 0).tolist()
+        assert made.keep.tolist() == (expected > 0).tolist()
         assert partial_loss.item() == pytest.approx((torch.arange(12.0) * expected).sum().item())
 
 
@@ -381,3 +384,24 @@ def test_gathered_losses_are_those_of_the_whole_mask_in_its_order():
         reducer(torch.ones(8, 2))
     with pytest.raises(LayoutError, match=r"local, whose mask is this rank's part"):
         Layout.local([4], cp_size=2, cp_rank=0).gathered()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("reduction.reducer", "Reducer"), ("loop.step", "MicrobatchLoss")]
+)
+def test_a_former_name_leads_to_the_microbatch_with_a_warning(module, name):
+    module = importlib.import_module(f"megatron_lossagg.{module}")
+    with pytest.warns(DeprecationWarning, match=f"{name} is now reduction.microbatch.Microbatch"):
+        assert getattr(module, name) is Microbatch
+    with pytest.raises(AttributeError):
+        module.Reducers  # noqa: B018
+
+
+def test_a_microbatch_of_the_plan_has_no_outputs():
+    made = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    loss = made(torch.ones(6))
+    for call in (lambda: made.outputs(loss), lambda: made.shadow(torch.ones(6))):
+        with pytest.raises(
+            ReducerError, match=r"belongs to no step: make it with step\.microbatch"
+        ):
+            call()

@@ -58,7 +58,7 @@ def test_a_sequence_of_weight_0_next_to_others_of_one_weight_trains_nothing():
     assert loss.item() == pytest.approx(6 / 5, rel=1e-6)
     assert x.grad.tolist() == pytest.approx([0, 0, 0.2, 0.2, 0.2], rel=1e-6)
     assert reducer.weight_sum().item() == pytest.approx(plan.expected_weight, rel=1e-6)
-    assert reducer.shadow(x, Aggregation("sample_sum")).item() == pytest.approx(3)
+    assert reducer.shadow_of(x, Aggregation("sample_sum")).item() == pytest.approx(3)
 
 
 def test_it_may_say_which_sequences_to_keep():

@@ -6,6 +6,7 @@ from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
 from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts
+from megatron_lossagg.reduction.step_state import StepLog
 
 
 def groups_of(*, dp=1, cp=1, cp_rank=0):
@@ -57,6 +58,7 @@ def facts_of(plan, *, cp=1, num_microbatches=1, loss_scaling="average"):
             num_microbatches=num_microbatches,
             is_rerunning=lambda: False,
         ),
+        log=StepLog(plan.aggregation),
         forward_only=False,
         accumulates=False,
         calls=ScheduleCalls(),

@@ -53,8 +53,9 @@ def swift(tmp_path, monkeypatch):
     """Return the folder of a package ``swift`` on the path, and forget what is imported of it."""
 
     def forget():
-        for name in [one for one in sys.modules if f"{one}.".startswith("swift.")]:
-            del sys.modules[name]
+        for name in [*sys.modules]:
+            if f"{name}.".startswith("swift.") or name.endswith("_of_tests"):  # a placeholder
+                del sys.modules[name]
 
     forget()
     (tmp_path / "swift" / "megatron").mkdir(parents=True)
@@ -98,6 +99,45 @@ def test_what_a_framework_lacks_of_its_own_is_not_to_be_installed(swift):
     outcome = ended_by(caught.value, "its checks", framework="ms-swift")
     line = "got no module_of_tests: pip install module-of-tests, or run where ms-swift trains"
     assert outcome.explanation == line
+
+
+LAZY = """
+class Lazy:
+    def __getattr__(self, name):
+        try:
+            return __import__(name)
+        except ModuleNotFoundError as error:
+            raise {error}("Could not import") {cause}
+lazy = Lazy()
+for name in ("first_of_tests", "second_of_tests", "third_of_tests"):
+    getattr(lazy, name)
+import fourth_of_tests
+"""
+"""A package that imports on demand, as transformers does: its error has no name."""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [("ModuleNotFoundError", "from error"), ("ModuleNotFoundError", ""), ("OSError", "from error")],
+)
+def test_all_missing_modules_are_named_if_an_error_without_a_name_hides_them(swift, error, cause):
+    (swift / "__init__.py").write_text(LAZY.format(error=error, cause=cause))
+    with pytest.raises(Exception, match="Could not import") as caught:
+        importlib.import_module("swift.megatron")
+    outcome = ended_by(caught.value, "its checks", framework="ms-swift")
+    names = [f"{one}_of_tests" for one in ("first", "second", "third", "fourth")]
+    packages = " ".join(names).replace("_", "-")
+    line = f"got no {', '.join(names)}: pip install {packages}, or run where ms-swift trains"
+    assert outcome.explanation == line
+
+
+@pytest.mark.parametrize("function", ["", "f"])
+def test_a_missing_module_that_no_error_names_is_not_to_be_installed(swift, function):
+    error = ModuleNotFoundError("it needs more")
+    outcome = ended_by(error, "its checks", framework="ms-swift", function=function)
+    assert outcome.state == "NOT RUN"
+    wanted = "ModuleNotFoundError: it needs more. Run where ms-swift trains"
+    assert outcome.explanation == wanted
 
 
 def test_missing_modules_are_named_by_what_installs_them():

@@ -274,5 +274,24 @@ def test_the_documented_test_shows_the_table_of_a_wrong_loss(tmp_path):
     assert "..." not in whole
 
 
+@pytest.mark.parametrize("batch", [None, "needs_cuda:batch"])
+def test_a_module_that_wants_cuda_when_it_is_imported_is_left_to_the_ranks(
+    tmp_path, monkeypatch, batch
+):
+    """They have stand-ins for it."""
+    (tmp_path / "needs_cuda.py").write_text("raise RuntimeError('Found no NVIDIA driver')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    jobs = []
+
+    def launched(job, take, **options):
+        jobs.append(job)
+        return subprocess.CompletedProcess([], 1, "", "[rank0]: ended")
+
+    monkeypatch.setattr("megatron_lossagg.verify.own_loss.launched", launched)
+    check = check_loss("needs_cuda:loss_func", batch, loss_scaling="average")
+    assert check.failure == "A rank failed\n[rank0]: ended"
+    assert [(job.path, job.batch) for job in jobs] == [("needs_cuda:loss_func", batch)]
+
+
 def test_no_case_is_no_pass():
     assert not LossCheck(loss_func="a:b", references={}, cases=[]).passed

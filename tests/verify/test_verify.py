@@ -372,11 +372,33 @@ def test_more_ranks_than_cores_or_memory_are_said_first(tmp_path, monkeypatch):
     shared, needed = crowding(6)
     assert shared.startswith("6 ranks share 2 cores: ")
     assert "1.8 GB of memory, and 1.5 GB are free" in needed
+    (limits / "cpu.max").write_text("1600000 100000\n")  # more than there are
+    assert crowding(9)[0] == "9 ranks share 8 cores: they wait for each other"
     (limits / "cpu.max").write_text("max 100000\n")
     (limits / "memory.max").write_text("max\n")
     assert crowding(8) == []
     meminfo.unlink()
     assert crowding(8) == []
+
+
+def test_ranks_that_are_too_many_are_said_before_they_start_and_killed_ones_fail(
+    monkeypatch, capsys
+):
+    """A verification that is killed early is no wrong usage."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+    said = []
+
+    def launch(command, **options):
+        said.append(capsys.readouterr().err)
+        return subprocess.CompletedProcess([], -9, "", "")
+
+    monkeypatch.setattr(job_module, "launch", launch)
+    assert main(["verify", "--dp", "5", *ONE]) == 1
+    assert said[0].startswith("lossagg: 5 ranks share 1 core: ")
+    out, err = capsys.readouterr()
+    assert out.startswith("FAIL: 0 of 2 cases pass on 1 layout of 5 ranks")
+    assert out.splitlines()[1].startswith("The launcher was killed (SIGKILL) and raised no error.")
+    assert "nothing was verified" not in err
 
 
 ENDS = """

@@ -3,7 +3,7 @@
 A tiny chunk per virtual stage, with one weight vector w and ``out = in + sum_j w_j``, goes
 through the live DDP class, schedule and finalize function. Each data- and context-parallel
 rank d and microbatch m has a partial loss of its own, ``v(d, m) * out``, and returns what
-:class:`~megatron_lossagg.loop.step.MicrobatchLoss` returns for it. K is right if
+:class:`~megatron_lossagg.reduction.microbatch.Microbatch` returns for it. K is right if
 
     main_grad_j = sum_{d,m} v(d, m)        for every j, on every stage and rank
 

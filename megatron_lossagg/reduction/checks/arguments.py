@@ -17,9 +17,9 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import CheckedSequences
 
-_MASK_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+MASK_DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 )
 
 
@@ -83,7 +83,7 @@ def checked_mask(mask: Tensor, layout: Layout) -> Tensor:
             f"got the mask {mask!r}, expected a tensor of 0 and 1: pass the microbatch's whole "
             "loss mask, packed like its tokens"
         )
-    if mask.dtype not in _MASK_DTYPES:
+    if mask.dtype not in MASK_DTYPES:
         raise ReducerError(
             f"got a mask of {mask.dtype}, expected bool, a signed integer, uint8 or a float type"
         )
@@ -109,7 +109,7 @@ def checked_mask(mask: Tensor, layout: Layout) -> Tensor:
 
 def checked_weights(weights: Tensor, mask: Tensor) -> Tensor:
     """Return token weights flat, ``[P]``, in floating point and on the mask's device."""
-    if not isinstance(weights, Tensor) or weights.dtype not in _MASK_DTYPES:
+    if not isinstance(weights, Tensor) or weights.dtype not in MASK_DTYPES:
         raise ReducerError(
             f"got the token weights {weights!r}, expected a tensor of numbers: pass one weight for "
             "each position of the mask"

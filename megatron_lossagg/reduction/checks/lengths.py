@@ -6,6 +6,7 @@ Shape suffix: G = segments of the microbatch (G1: one more).
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from megatron_lossagg.errors import LayoutError
 from megatron_lossagg.reduction.integers import (
@@ -16,9 +17,21 @@ from megatron_lossagg.reduction.integers import (
     is_integer,
 )
 
+_USUAL = (torch.int32, torch.int64)
+
 
 def checked_offsets(cu_seqlens_padded: IntsLike) -> tuple[Ints, Ints]:
     """Return ``cu_seqlens``, int64 ``[G1]``: from 0, never falling; and the lengths, ``[G]``."""
+    if (
+        type(cu_seqlens_padded) is torch.Tensor
+        and cu_seqlens_padded.dtype in _USUAL
+        and cu_seqlens_padded.dim() == 1
+        and cu_seqlens_padded.device.type == "cpu"
+    ):
+        offset_G1 = cu_seqlens_padded.numpy().astype(np.int64)
+        length_G = offset_G1[1:] - offset_G1[:-1]
+        if len(offset_G1) and offset_G1[0] == 0 and np.minimum.reduce(length_G, initial=0) == 0:
+            return offset_G1, length_G
     offset_G1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
     if len(offset_G1) == 0 or offset_G1[0] != 0:
         raise LayoutError(
@@ -58,6 +71,8 @@ def check_responses(total_G: Ints, response_G: Ints) -> None:
 
 def check_cp(cp_size: int, cp_rank: int) -> None:
     """Refuse a context-parallel rank that is out of range."""
+    if type(cp_size) is int and type(cp_rank) is int and 0 <= cp_rank < cp_size:
+        return
     if not is_integer(cp_size, lowest=1) or not is_integer(cp_rank, highest=cp_size - 1):
         raise LayoutError(f"got CP rank {cp_rank} of {cp_size}, expected 0 to cp_size - 1")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction.faults import Faults
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.segments import Segments
+from megatron_lossagg.reduction.step_state import Line
 
 _LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -73,7 +73,7 @@ def _check_tail(layout: Layout, num_past_end: int) -> None:
 
 
 def check_finite(
-    partial_loss: Tensor, kept_T: Tensor, segments: Segments, faults: Faults, *, is_custom: bool
+    partial_loss: Tensor, kept_T: Tensor, line: Line, faults: Faults, *, is_custom: bool
 ) -> None:
     """Refuse a loss that is kept and not finite, and a partial loss that overflows.
 
@@ -90,7 +90,7 @@ def check_finite(
         kept_T.device,
         lambda: [partial_loss, *_extremes(kept_T)],
         # Of what names the tokens only: the weights and the mask may go before the step ends.
-        partial(_describe, segments, is_custom),
+        partial(_describe, line, is_custom),
     )
 
 
@@ -101,15 +101,15 @@ def _extremes(kept_T: Tensor) -> list[Tensor]:
     return [*kept_T.max(dim=0), *kept_T.min(dim=0)]
 
 
-def _describe(segments: Segments, is_custom: bool, values: list[float]) -> str:
+def _describe(line: Line, is_custom: bool, values: list[float]) -> str:
     partial_loss, *extremes = values
     found = zip(extremes[::2], extremes[1::2], strict=True)
     wrong = [(int(index), value) for value, index in found if not math.isfinite(value)]
     if wrong:
         index, value = min(wrong, key=lambda one: one[0])
-        sequence, token = segments.token(index)
+        sequence, token = line.token(index)
         return (
-            f"{segments.rank_name}: the loss of {sequence} is {value} at its token {token}: check "
+            f"{line.rank_name}: the loss of {sequence} is {value} at its token {token}: check "
             "what the loss is computed from (logits; in RL also importance ratios and advantages), "
             "or clear the mask there: a masked loss may be anything"
         )
@@ -119,7 +119,7 @@ def _describe(segments: Segments, is_custom: bool, values: list[float]) -> str:
     if is_custom:
         cause = "check the custom reducer"
     return (
-        f"{segments.rank_name}: every trained loss of {segments} is finite and their partial loss "
+        f"{line.rank_name}: every trained loss of {line} is finite and their partial loss "
         f"is {partial_loss}: {cause}"
     )
 

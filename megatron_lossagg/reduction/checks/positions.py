@@ -14,11 +14,11 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction.checks.mask import first_of
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.faults import Faults
-from megatron_lossagg.reduction.segments import Segments
+from megatron_lossagg.reduction.step_state import Line
 
 
 def check_positions(
-    positions: Tensor, keep_T: Tensor, segments: Segments, num_past_end: int, faults: Faults
+    positions: Tensor, keep_T: Tensor, line: Line, num_past_end: int, faults: Faults
 ) -> None:
     """Refuse position ids other than the layout's at a token that this rank trains.
 
@@ -27,7 +27,7 @@ def check_positions(
     segment. Raises :class:`ReducerError`; for CUDA positions when the step finishes. No collective,
     no host sync.
     """
-    layout = segments.layout
+    layout = line.layout
     if not layout.is_whole or not isinstance(positions, Tensor) or positions.is_floating_point():
         raise ReducerError(
             f"got positions= {positions!r} with the layout {layout.name}, expected an integer "
@@ -50,18 +50,18 @@ def check_positions(
     faults.check_or_record(
         device,
         lambda: first_of(wrong_T, given_T),
-        partial(_describe, segments),
+        partial(_describe, line),
         seems_right=lambda: not wrong_T.any(),
     )
 
 
-def _describe(segments: Segments, values: list[float]) -> str:
+def _describe(line: Line, values: list[float]) -> str:
     is_wrong, index, given = map(int, values)
     if not is_wrong:
         return ""
-    sequence, token = segments.token(index)
+    sequence, token = line.token(index)
     return (
-        f"{segments.rank_name}: its token {index} has the position {given}, and by the layout "
-        f"{segments.layout.name} it is token {token} of {sequence}: slice tokens as the layout "
+        f"{line.rank_name}: its token {index} has the position {given}, and by the layout "
+        f"{line.layout.name} it is token {token} of {sequence}: slice tokens as the layout "
         "does (layout.positions), and pass the offsets by which the model slices"
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
-from megatron_lossagg.verify.frameworks.missing import install_line, missing_modules
+from megatron_lossagg.verify.frameworks.missing import install_line, missing_modules, not_found
 from megatron_lossagg.verify.text import error_text, number_of
 
 if TYPE_CHECKING:
@@ -178,9 +178,10 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
         text = f"got no {', '.join(names)}: {install_line(names)}, or run where {framework} trains"
     elif isinstance(error, NotRunError):
         text = str(error)
+    elif is_elsewhere and (missing := not_found(error)):
+        text += f": {install_line([missing])}, or run where {framework} trains"
     elif is_elsewhere:
-        missing = install_line([str(getattr(error, "name", ""))])
-        text += f": {missing}, or run where {framework} trains"
+        text += f". Run where {framework} trains"
     elif not function and not _is_raised_here(error):
         text += f". Run where python can import {framework}"
     else:
@@ -192,8 +193,8 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
 
 def _is_of_others(error: BaseException, framework: str) -> bool:
     """Whether a module is missing that is not the framework's own."""
-    is_missing = isinstance(error, ModuleNotFoundError)
-    return is_missing and not f"{getattr(error, 'name', None)}.".startswith(f"{_own(framework)}.")
+    missing = not_found(error)
+    return missing is not None and not f"{missing}.".startswith(f"{_own(framework)}.")
 
 
 def _own(framework: str) -> str:

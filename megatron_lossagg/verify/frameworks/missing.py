@@ -33,8 +33,8 @@ _DISTRIBUTIONS = {
 def missing_modules(imports: Iterable[str], *, own: str) -> list[str]:
     """Import modules; return the names of those that cannot be found, in the order met.
 
-    ``own``: the framework's package, whose modules are not looked for. What an import raises
-    otherwise ends the search in that module.
+    ``own``: the framework's package, whose modules are not looked for. What an import raises for
+    another reason ends the search in that module.
     """
     finder = Placeholders()
     sys.meta_path.append(finder)
@@ -50,15 +50,30 @@ def _import(name: str, own: str, finder: Placeholders) -> None:
     for _ in range(_MOST):
         try:
             import_module(name)
-        except ModuleNotFoundError as error:
-            missing = _outermost(str(error.name))
-            if not error.name or missing in finder.names or f"{missing}.".startswith(f"{own}."):
+        except (Exception, SystemExit) as error:  # whatever a module raises, or makes of these
+            missing = _outermost(not_found(error) or "")
+            if not missing or missing in finder.names or f"{missing}.".startswith(f"{own}."):
                 return
             finder.names.append(missing)
-        except (Exception, SystemExit):  # whatever a module raises, or makes of a placeholder
-            return
         else:
             return
+
+
+def not_found(error: BaseException) -> str | None:
+    """Return the module that an import did not find; empty if no error of the chain names it.
+
+    None if no import failed. A package that imports on demand, as transformers does, raises an
+    error of its own from the one with the name.
+    """
+    name: str | None = None
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, ModuleNotFoundError):
+            if link.name:
+                return link.name
+            name = ""
+        link = link.__cause__ or (link.__context__ if name is not None else None)
+    return name
 
 
 def _outermost(name: str) -> str:

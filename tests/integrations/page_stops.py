@@ -1,0 +1,203 @@
+"""Where a framework that was started by its page's line stops, and what it has by then.
+
+In each of its processes (``page_lines.py``). What the frameworks import and do not call on the way
+has stand-ins; what has to be right is written to the file ``REACHED``.
+"""
+
+import importlib.machinery
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import stand_ins
+
+
+class ReachedError(Exception):
+    """The process came to where it would need a GPU."""
+
+
+def reached(**found):
+    """Write what was found, and end the process."""
+    Path(os.environ["REACHED"]).write_text(json.dumps(found))
+    raise ReachedError(f"reached {found}")
+
+
+def hooks_of(function):
+    """Return the hooks that ``_rebind.py`` put around a framework's schedule."""
+    from megatron_lossagg.loop.schedule_hook import ScheduleHook
+
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [one for one in held if isinstance(one, ScheduleHook)]
+
+
+def once_imported(name, change):
+    """Call ``change(module)`` as soon as a module is imported."""
+    sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder:
+    def __init__(self, name, change):
+        self.name, self.change = name, change
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        execute = spec.loader.exec_module
+
+        def changed(module):
+            execute(module)
+            self.change(module)
+
+        spec.loader.exec_module = changed
+        return spec
+
+
+def is_rays_own():
+    """Whether this is one of Ray's own processes, which runs nothing of a user's."""
+    words = [word for word in sys.orig_argv if word.endswith(".py") and "/ray/" in word]
+    return any("/workers/" not in word for word in words)
+
+
+def skyrl():
+    """SkyRL's trainer, where it is to build its models."""
+    if is_rays_own():
+        return
+    workers = (
+        "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"  # patch Bridge's classes
+    )
+    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL, [workers])
+    if sys.version_info < (3, 12):
+        import typing
+
+        import typing_extensions
+
+        typing.TypedDict = typing_extensions.TypedDict
+    once_imported("skyrl.train.entrypoints.main_base", _skyrl_stops)
+
+
+def _skyrl_stops(module):
+    def build_models(trainer, *workers):
+        from megatron_lossagg.verify.frameworks.drawn_step import Step
+        from megatron_lossagg.verify.frameworks.skyrl import batch, prompt_boundaries
+
+        step, drawn = Step(), batch(Step())
+        before, bounds = drawn["advantages"].clone(), [(0, len(step.lengths))]
+        out = trainer._normalize_advantages(drawn, bounds, prompt_boundaries(step.prompts))
+        weights = (out["advantages"] / before).nan_to_num(0).amax(-1)
+        reached(
+            weights=weights[: len(step.lengths)].tolist(),
+            sequences=[*zip(step.prompts, step.lengths, strict=True)],
+        )
+
+    module.RayPPOTrainer.build_models = build_models
+    module.get_tokenizer = lambda *_, **__: SimpleNamespace(pad_token_id=0)
+    experiment = module.BasePPOExp
+    experiment.get_train_dataset = experiment.get_inference_client = lambda *_: None
+    experiment.get_generator = lambda *_: None
+
+
+def verl():
+    """verl's trainer, where it is to start its workers; its task has their environment."""
+    if is_rays_own():
+        return
+    stand_ins.install(stand_ins.DATA, stand_ins.ENGINES, stand_ins.AGENT_LOOP)
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # of which there is none
+    once_imported("verl.trainer.ppo.v1.trainer_base", _verl_stops)
+
+
+def _verl_stops(module):
+    def init(trainer):
+        from verl.trainer.ppo.core_algos import get_policy_loss_fn
+        from verl.workers.engine import EngineRegistry
+
+        actor = trainer.config.actor_rollout_ref.actor
+        (mode, *_) = get_policy_loss_fn(actor.policy_loss.loss_mode).args
+        reached(
+            engine=EngineRegistry.get_engine_cls("language_model", actor.strategy).__module__,
+            aggregation=str(mode.aggregation(actor.loss_scale_factor)),
+        )
+
+    module.PPOTrainer.init = init
+
+
+def ms_swift():
+    """ms-swift's trainer, where it is to build its model; its data are not read before."""
+    if any("/_megatron/" in word for word in sys.orig_argv):
+        import imports_swift  # noqa: F401
+
+        once_imported("swift.megatron.pipelines.train.sft", _ms_swift_stops)
+    else:  # the command, which starts that
+        stand_ins.install(stand_ins.DATA, stand_ins.SWIFT)
+
+
+def _without(name, parser):
+    """Let a parser of a dataclass's arguments pass by a field."""
+
+    class Parser(parser):
+        def _parse_dataclass_field(self, given, field):
+            if field.name == name:
+                given.set_defaults(**{name: None})
+            else:
+                parser._parse_dataclass_field(given, field)
+
+    return Parser
+
+
+def _ms_swift_stops(module):
+    from swift.megatron.trainers import base
+    from swift.utils import utils
+
+    # transformers' parser cannot read the type of this field: isinstance(None, List[str]).
+    utils.HfArgumentParser = _without("cp_comm_type", utils.HfArgumentParser)
+
+    def prepare_model(trainer):
+        (hook,) = hooks_of(base.get_forward_backward_func)
+        reached(trainer=type(trainer).__name__, aggregation=str(hook.aggregation))
+
+    base.BaseMegatronTrainer.prepare_model = prepare_model
+    module.MegatronSft._prepare_dataset = lambda pipeline: pipeline.prepare_trainer()
+
+
+def slime():
+    """slime, where it is to place its workers; its arguments are as every worker gets them."""
+    _rollout_stops("slime")
+
+
+def miles():
+    """The same of miles."""
+    _rollout_stops("miles")
+
+
+def _rollout_stops(name):
+    from megatron_lossagg.cpu.training import install_training
+
+    stand_ins.install(stand_ins.RAY, stand_ins.DATA, stand_ins.SERVERS)
+    stand_ins.install(stand_ins.SERVING, stand_ins.ROLLOUTS)
+    install_training()
+
+    def stops(module):
+        def create_placement_groups(args):
+            from megatron_lossagg.integrations._rollout_mask_sums import checked_aggregation
+
+            load = sys.modules[f"{name}.utils.misc"].load_function
+            init = load(args.custom_megatron_init_path)
+            init(args)  # as each worker does
+            hooks = sys.modules[init.__module__].HOOKS
+            reached(
+                aggregation=str(checked_aggregation(args, hooks)),
+                carries=load(getattr(args, hooks.carry_argument)).__qualname__,
+            )
+
+        module.create_placement_groups = create_placement_groups
+
+    once_imported(f"{name}.ray.placement_group", stops)
+    once_imported(f"{name}.backends.sglang_utils.arguments", _without_an_engine)
+
+
+def _without_an_engine(module):
+    """Leave out the arguments of SGLang, which are not there without it."""
+    module.validate_args = lambda args: None
