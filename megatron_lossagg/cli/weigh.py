@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from megatron_lossagg.reduction.aliases import unknown_name
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.weigh.compare import COMPARED, NEEDS, Weighed
 
+_OWN = ("--at", "--picture", "--expect", "--trust")
+"""Options of this command that no script of Megatron-LM's has."""
 _PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             raise LossAggregationError(
                 f"got --picture {args.picture}, expected a file that ends in one of {_PICTURES}"
             )
+    _check_place(args)
     weighing: list[Any] = []
     unwritten: list[str] = []
 
@@ -100,11 +104,35 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             "the script ended without a training step of megatron.training: nothing was weighed"
         )
+    if not args.stop and os.environ.get("RANK", "0") == "0":  # which ends right below its report
+        _print_again(steps[-1], args, args.at + len(steps) - 1)
     if args.expect is not None and (unmet := _unmet(steps[-1], args)):
         if os.environ.get("RANK", "0") == "0":
             say(f"expected {' or '.join(args.expect)}, and {unmet}")
         return 1
     return int(bool(unwritten))
+
+
+def _check_place(args: argparse.Namespace) -> None:
+    """Refuse an option of this command after the script, which would not know it."""
+    for option in args.arguments:
+        name = option.partition("=")[0]
+        found = get_close_matches(name, _OWN, n=1, cutoff=0.8) if name.startswith("--") else []
+        if found:
+            raise LossAggregationError(
+                f"got {name} after {args.script}, expected the options of lossagg weigh before it: "
+                f"lossagg weigh {found[0]} ... {args.script}"
+            )
+
+
+def _print_again(step: Weighed, args: argparse.Namespace, number: int) -> None:
+    """Print the last report once more, below what training has printed, and the files."""
+    from megatron_lossagg.weigh.report import text
+
+    print(text(step, number=number))
+    for file in (args.json, args.picture):
+        if file is not None and file.exists():
+            print(f"written: {file}")
 
 
 def _unmet(step: Weighed, args: argparse.Namespace) -> str:

@@ -77,7 +77,7 @@ class TermsWeighing(ScriptWeighing):
     def _term(self, frame: Any) -> str:
         """Name a term: a place that reduces losses, and its order in the microbatch."""
         site, name = (frame.f_code.co_filename, frame.f_lineno), term_of(frame)
-        self._sites[site] += 1
+        self._sites.update([site])
         places = self._terms.setdefault(name, [])
         if (place := (site, self._sites[site])) not in places:
             places.append(place)

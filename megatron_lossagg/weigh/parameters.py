@@ -18,6 +18,7 @@ from megatron_lossagg.weigh.measured import Added, Array
 
 _PARAMETERS, _ENTRIES = 4, 128
 """How many parameters are heard, and of each how many entries at most."""
+_FEW = 8
 _OTHERWISE = (
     "shared",
     "shared_embedding",
@@ -116,7 +117,7 @@ class Listening:
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         usable = [one for one in candidates if _is_usable(one)]
-        usable.sort(key=lambda one: (one.parameter.dim() != 1, one.parameter.numel()))
+        usable.sort(key=_order)
         # One of each kind: of all that a freezing or LoRA leaves without a gradient, one is enough.
         kinds = {re.sub(r"\d+", "", one.name): one for one in reversed(usable)}
         self._heard = [one for one in usable if one in kinds.values()][:_PARAMETERS]
@@ -161,6 +162,12 @@ class Listening:
     def results(self) -> list[Added]:
         """Return what this rank has heard; waits for the device."""
         return [found for one in self._heard if (found := one.result()) is not None]
+
+
+def _order(one: Candidate) -> tuple[bool, bool, int]:
+    """Small ones first, but not of a few entries, whose sum may cancel."""
+    of = one.parameter
+    return of.dim() != 1, of.numel() < _FEW, of.numel()
 
 
 def _is_usable(one: Candidate) -> bool:

@@ -50,7 +50,9 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         head, end = "sequence (rank/microbatch/number)", f"  tokens  relative to {step.nearest}"
         names = [_name(sequence)[: 79 - len(end)] for _, sequence in shown]
         width = max(32, *map(len, names))
-        lines += ["", f"{head:<{width + 1}}{end}"]
+        what = f"{len(shown)} of {len(relative)} sequences, those with the smallest and the largest"
+        lines += ["", f"{what if len(shown) < len(relative) else 'all sequences, by'} mean weight"]
+        lines.append(f"{head:<{width + 1}}{end}")
         for name, (ratio, sequence) in zip(names, shown, strict=True):
             lines.append(f"  {name:<{width}}{sequence.tokens:>7}{ratio:>10.4g}")
     if step.trains is None and advises:

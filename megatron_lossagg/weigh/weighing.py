@@ -131,12 +131,18 @@ class Weighing:
             "group": None if sequences.group is None else sequences.group.__getitem__,
         }
         counts = [s >= 0 and (left is None or not left[s]) for s in places]
+        weight = sequences.sequence_weight
+        is_zero = [
+            not ok or (weight is not None and not weight[s])
+            for s, ok in zip(places, counts, strict=True)
+        ]
         self._told.append(
             {
                 name: [of(s) if is_in else None for s, is_in in zip(places, counts, strict=True)]
                 for name, of in ids.items()
                 if of is not None
             }
+            | {"zero": is_zero}
         )
         for name in ("divisor", "exponent"):
             if (value := getattr(aggregation, name)) is not None:
@@ -379,7 +385,7 @@ class Weighing:
                 sequence=first + segment,
                 name=heard.names[segment] if heard.names and segment < len(heard.names) else "",
                 shown=sums.shown(segment) if segment == shown else "",
-                **sums.of(segment),
+                **{**sums.of(segment), **({"missed": 0} if heard.id_of("zero", segment) else {})},
                 sample=heard.id_of("sample", segment),
                 prompt=heard.id_of("prompt", segment),
                 group=heard.id_of("group", segment),

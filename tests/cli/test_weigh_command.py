@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.cli.weigh import _compared, _printed, _unmet
+from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet
 from megatron_lossagg.cli.weighed_picture import drawn, figure_of
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
@@ -30,6 +30,23 @@ def test_only_a_mode_that_weights_show_can_be_expected(capsys):
         main(["weigh", "--expect", "token_mean,own_weights", "pretrain_gpt.py"])
     assert ended.value.code == 2
     assert "token_mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "named"), [("--picture", "--picture"), ("--pikture=x", "--picture")]
+)
+def test_an_option_after_the_script_is_named_before_anything_starts(option, named, capsys):
+    assert main(["weigh", "pretrain_gpt.py", "--lr", "0.1", option, "x.svg"]) == 2
+    assert f"lossagg weigh {named} ... pretrain_gpt.py" in capsys.readouterr().err
+
+
+def test_the_report_stands_below_what_training_prints_with_its_files(capsys, tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text("{}")
+    _print_again(weighed(1 / 6, 1 / 6), Namespace(json=file, picture=None), 3)
+    out = capsys.readouterr().out
+    assert out.startswith("weighed step 3: 6 tokens")
+    assert out.splitlines()[-1] == f"written: {file}"
 
 
 def weighed(*weights, num_empty=0):
