@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
@@ -196,10 +197,12 @@ class Microbatch:
             is_of_step=step is not None,
             trained=trained,
         )
-        # The first place is 0, where a sum may be anything; last positions are those of sequences.
+        # A place of 0, whose sum may be anything, is the first, and others of empty first segments.
+        # Last positions are those of sequences.
         end = 2 * layout.num_segments + 2 if layout.is_whole else layout.num_segments + 2
         if (
             keep_P.device.type != "cpu"
+            or trained.place_N[1] == 0
             or trained.at_N.numpy()[1:end].tobytes() != known.expected[: 4 * end - 4]
             or (nonzero is not None and nonzero.numpy() != known.counted_tokens)
         ):
@@ -508,10 +511,11 @@ def _known(plan: StepPlan, sequences: IntsLike, layout: Layout) -> Known:
             if sequence_G[-1] - sequence_G[0] + 1 == len(sequence_G):
                 known[range(sequence_G[0], sequence_G[-1] + 1)] = found
     if type(sequences) is list:
-        given = np.array(sequences)
-        planned_so = known.get(given.tobytes()) if given.dtype == np.int64 else None
-        if planned_so is not None and given.shape == (layout.num_segments,):
-            return planned_so
+        with suppress(ValueError):  # of a ragged list, which is said below
+            given = np.array(sequences)
+            planned_so = known.get(given.tobytes()) if given.dtype == np.int64 else None
+            if planned_so is not None and given.shape == (layout.num_segments,):
+                return planned_so
     sequence_G = checked_sequences(sequences, layout, planned)
     return known.get(sequence_G.tobytes()) or _counted(plan, sequence_G)
 

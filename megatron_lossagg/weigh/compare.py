@@ -395,7 +395,7 @@ def _weights(
     ms = {rank.sizes["M"] for rank in ranks}
     if len(ms) > 1:  # ranks have as many, or heard fewer
         own = weights["microbatch_token_mean"]
-        weights["microbatch_token_mean by the largest M"] = own * counts.num_microbatches / max(ms)
+        weights["microbatch_token_mean by the largest M"] = own * counts.M / max(ms)
     return weights, lacks, known_empty
 
 
@@ -429,21 +429,21 @@ def _counts(
     first = slice(len(sequences))
     power = n_b[first] ** given.get("exponent", 0.0)
     return SimpleNamespace(
-        active_tokens=n.sum(),
-        sequence_tokens=n[first],
-        sample_tokens=n_b[first],
-        samples=len({sample(one) for one in every}),
-        rows=rows[first],
-        prompt_tokens=of(lambda one: one.prompt, n)[first],
-        prompts=len({one.prompt for one in every}),
-        group_tokens=group_tokens[first],
-        group_samples=group_samples[first],
-        divisor=given.get("divisor", 1.0),
-        length_power=power,
-        length_power_sum=float((n_b[first] / power / rows[first]).sum()),
-        num_microbatches=np.array([m[one.dp_rank] for one in sequences]),
-        data_parallel_size=ranks[0].sizes["DP"],
-        microbatch_tokens=of(lambda one: (one.dp_rank, one.microbatch), n)[first],
+        N=n.sum(),
+        n_s=n[first],
+        n_b=n_b[first],
+        B=len({sample(one) for one in every}),
+        R_b=rows[first],
+        n_p=of(lambda one: one.prompt, n)[first],
+        P=len({one.prompt for one in every}),
+        n_c=group_tokens[first],
+        k_c=group_samples[first],
+        L=given.get("divisor", 1.0),
+        n_b_to_a=power,
+        Z=float((n_b[first] / power / rows[first]).sum()),
+        M=np.array([m[one.dp_rank] for one in sequences]),
+        DP=ranks[0].sizes["DP"],
+        n_mb=of(lambda one: (one.dp_rank, one.microbatch), n)[first],
     )
 
 
