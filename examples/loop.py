@@ -137,7 +137,7 @@ def main() -> None:
     model = [build(args.cp)]  # in DistributedDataParallel
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), model)
 
-    # Once, on every rank, after wrapping; from flags: LossAggregator.from_args(model, args).
+    # Once, after wrapping; from flags: LossAggregator.from_args(model, args).
     aggregator = LossAggregator(model, "sample_mean")
     dp_rank, dp_size = dist.get_rank(aggregator.dp_group), dist.get_world_size(aggregator.dp_group)
 

@@ -42,7 +42,7 @@ ALLOWED = {
     # pinned memory that stays pinned
     ("loop/buffer.py", "torch.empty_like(array, pin_memory=True)"): "a copy on the CPU",
     # NumPy arrays, dictionaries and counters
-    ("reduction/checks/totals.py", "_steps[exchange.ranks] += 1"): "a Counter",
+    ("reduction/plan.py", "_steps_with_totals[exchange.ranks] += 1"): "a Counter",
     ("guards/trained_tokens.py", "self._is_noted_S[sequences_G[is_sequence_G]] = True"): "NumPy",
     ("reduction/checks/mask.py", "nonzero[0].item()"): "NumPy",
     ("loop/flags.py", "args[_WEIGHTS] = None"): "a dictionary",

@@ -14,7 +14,7 @@ from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Sca
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
-from megatron_lossagg.reduction.step_weights import StepWeights
+from megatron_lossagg.reduction.table import StepWeights
 from megatron_lossagg.verify.text import number_of
 
 DEFAULT_LENGTHS = "2000,500,8000,1500/3000,1000,0,4000"
@@ -138,8 +138,7 @@ def explain(
         active_tokens=plan.totals.active_tokens,
     )
     # Assigned alternately: the first sequence of each microbatch comes before the second of any.
-    assert plan.totals.microbatch_tokens is not None
-    of_microbatch = plan.totals.microbatch_tokens[: split.microbatches * split.dp].tolist()
+    of_microbatch = plan.table.counts.n_mb[: split.microbatches * split.dp].astype(int).tolist()
     compared_at = EXPONENT if exponent is None else exponent
     return Explanation(
         name=name,
@@ -172,22 +171,15 @@ def _flags(name: str, aggregation: Aggregation, count_empty: bool | None) -> str
 
 
 def _counts(plan: StepWeights) -> dict[str, float | None]:
-    totals = plan.counted_totals
-    counts: dict[str, float | None] = {
-        "N": totals.active_tokens,
-        "B": totals.samples,
-        "V": totals.active_samples,
-        "P": totals.prompts,
-        "Q": totals.active_prompts,
-    }
+    counted = plan.counted_table.counts  # B and P have the empty ones, whatever is counted
+    counts: dict[str, float | None] = {letter: counted.known(letter) for letter in "NBVPQ"}
     if MODES[plan.aggregation.mode].has_exponent:
-        counts["Z"] = plan.counts.length_power_sum
+        counts["Z"] = plan.counts.Z
     return counts
 
 
 def _sequences(plan: StepWeights, split: Split) -> list[dict[str, float]]:
-    every = plan.counts.of_all_sequences()
-    totals, weights = plan.counted_totals, plan.weight_S
+    counts, weights = plan.counts, plan.weight_S
     slot = np.asarray(plan.sequences.microbatch)
 
     def of_all(counted: Any) -> Any:
@@ -203,12 +195,12 @@ def _sequences(plan: StepWeights, split: Split) -> list[dict[str, float]]:
         "rank": slot % split.dp,
         "microbatch": slot // split.dp,
         "n_s": plan.active_tokens,
-        "n_b": of_all(totals.sample_tokens),
-        "n_p": of_all(totals.prompt_tokens),
-        "n_mb": of_all(totals.microbatch_tokens),
-        "n_c": of_all(every.group_tokens),
-        "k_c": of_all(every.group_samples),
-        "R_b": of_all(every.rows),
+        "n_b": of_all(counts.n_b.astype(np.int64)),
+        "n_p": of_all(counts.n_p.astype(np.int64)),
+        "n_mb": of_all(counts.n_mb.astype(np.int64)),
+        "n_c": of_all(counts.n_c),
+        "k_c": of_all(counts.k_c),
+        "R_b": of_all(counts.R_b),
         "w_s": weights,
         "share": weights * plan.active_tokens / _loss(plan),
     }

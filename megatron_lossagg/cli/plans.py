@@ -13,11 +13,9 @@ from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import AggregationError, LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.counts import count_step
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS, Mode
-from megatron_lossagg.reduction.one_process import OneProcess
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
+from megatron_lossagg.reduction.table import StepWeights, check_divisor, count_step
 
 EXPONENT = 0.5
 """Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
@@ -61,8 +59,8 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
         microbatch=np.arange(len(step["active_tokens"])) % slots,
         num_microbatches=slots,
     ).checked()
-    totals = count_step(aggregation, sequences, "", OneProcess())
-    plan = StepWeights(aggregation=aggregation, sequences=sequences, totals=totals)
+    table = count_step(aggregation, sequences)
+    plan = StepWeights(aggregation=aggregation, sequences=sequences, table=table)
     check_divisor(plan)
     return plan
 
@@ -70,7 +68,7 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
 def modes_of(plan: StepWeights) -> Iterator[Mode]:
     """Yield the plan's mode, and those that can be compared with it by the ids of the step."""
     for mode in MODES.values():
-        lacks_prompts = "prompt" in mode.needs and plan.totals.prompt_tokens is None
+        lacks_prompts = "prompt" in mode.needs and plan.sequences.prompt is None
         if mode.name == plan.aggregation.mode or not (mode.name in _ONLY_ITSELF or lacks_prompts):
             yield mode
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.reduction.aliases import unknown_name
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.weigh.compare import COMPARED, Weighed
+from megatron_lossagg.weigh.compare import COMPARED, NEEDS, Weighed
 
+_OWN = ("--at", "--picture", "--expect", "--trust")
+"""Options of this command that no script of Megatron-LM's has."""
 _PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -39,18 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture", type=Path, metavar="FILE", help="draw the last weighed step (.svg, .png)"
     )
     options.add_argument(
-        "--expect", type=_compared, metavar="MODE", help="exit with 1 unless this is trained"
+        "--expect",
+        type=_compared,
+        metavar="MODE",
+        help="exit with 1 unless this, or one of several with commas, is trained",
+    )
+    options.add_argument(
+        "--trust", action="store_true", help="with --expect: also where f could not be measured"
     )
     run_command.add_arguments(parser)
 
 
-def _compared(name: str) -> str:
-    """Return the name of a mode that weights show."""
-    if name in COMPARED:
-        return name
-    modes = f"expected one that weights show: {', '.join(COMPARED)}"
-    known = f"got {name!r}" if name in MODES else unknown_name("mode", name)
-    raise argparse.ArgumentTypeError(f"{known}; {modes}")
+def _compared(names: str) -> tuple[str, ...]:
+    """Return the names of modes that weights show, separated by commas."""
+    found = tuple(names.split(","))
+    modes = f"expected some that weights show: {', '.join([*COMPARED, *NEEDS])}"
+    for name in found:
+        if name not in {*COMPARED, *NEEDS}:
+            known = f"got {name!r}" if name in MODES else unknown_name("mode", name)
+            raise argparse.ArgumentTypeError(f"{known}; {modes}")
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             raise LossAggregationError(
                 f"got --picture {args.picture}, expected a file that ends in one of {_PICTURES}"
             )
+    _check_place(args)
     weighing: list[Any] = []
     unwritten: list[str] = []
 
@@ -92,11 +104,53 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             "the script ended without a training step of megatron.training: nothing was weighed"
         )
-    if args.expect is not None and not steps[-1].fits_mode(args.expect):
+    if not args.stop and os.environ.get("RANK", "0") == "0":  # which ends right below its report
+        _print_again(steps[-1], args, args.at + len(steps) - 1)
+    if args.expect is not None and (unmet := _unmet(steps[-1], args)):
         if os.environ.get("RANK", "0") == "0":
-            say(f"expected {args.expect}, and the run trains {steps[-1].trains or 'no mode'}")
+            say(f"expected {' or '.join(args.expect)}, and {unmet}")
         return 1
     return int(bool(unwritten))
+
+
+def _check_place(args: argparse.Namespace) -> None:
+    """Refuse an option of this command after the script, which would not know it."""
+    for option in args.arguments:
+        name = option.partition("=")[0]
+        found = get_close_matches(name, _OWN, n=1, cutoff=0.8) if name.startswith("--") else []
+        if found:
+            raise LossAggregationError(
+                f"got {name} after {args.script}, expected the options of lossagg weigh before it: "
+                f"lossagg weigh {found[0]} ... {args.script}"
+            )
+
+
+def _print_again(step: Weighed, args: argparse.Namespace, number: int) -> None:
+    """Print the last report once more, below what training has printed, and the files."""
+    from megatron_lossagg.weigh.report import text
+
+    print(text(step, number=number))
+    for file in (args.json, args.picture):
+        if file is not None and file.exists():
+            print(f"written: {file}")
+
+
+def _unmet(step: Weighed, args: argparse.Namespace) -> str:
+    """Say why a step does not train what is expected, or nothing."""
+    fitting = [mode for mode in args.expect if step.fits_mode(mode)]
+    if not fitting and {*args.expect} <= {*step.lacks}:
+        needed = ", ".join(f"{name} needs {step.lacks[name]}" for name in args.expect)
+        return f"this run tells nothing of it: {needed}, as under --loss-aggregation"
+    if not fitting:
+        return f"the verdict is: {step.verdict}"
+    if others := [mode for mode in step.alike(fitting[0]) if mode not in args.expect]:
+        return (
+            f"this step does not tell {fitting[0]} from {' and '.join(others)}: weigh a later one "
+            "(--at), or expect these too"
+        )
+    if not step.is_measured and not args.trust:
+        return "what gradients are multiplied by was not measured: pass --trust to take it as read"
+    return ""
 
 
 def _printed(args: argparse.Namespace, unwritten: list[str]) -> Any:

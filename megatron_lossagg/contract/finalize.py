@@ -44,10 +44,42 @@ class FinalizeHook:
         self._config.finalize_model_grads_func = function
 
 
+class ListeningHook(FinalizeHook):
+    """A hook that changes nothing, so that a deferred step may begin while it listens.
+
+    ``after``: called when the gradients are finalized, or scaled once more by a deferred step.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        on_finalize: Callable[[Tensor | None], None],
+        after: Callable[[], None],
+    ) -> None:
+        super().__init__(config, on_finalize)
+        self.after = after
+
+    def finalize(
+        self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Finalize as before, and tell ``after``."""
+        found = super().finalize(model, num_tokens, *args, **kwargs)
+        if not self.is_ended:
+            self.after()
+        return found
+
+
 def hook_of(function: Any) -> FinalizeHook | None:
     """Return the hook whose function this is, if it is one's."""
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, FinalizeHook) else None
+
+
+def without_listeners(function: Any) -> Any:
+    """Return a finalize function without those that only listen to it."""
+    while isinstance(hook := getattr(function, "__self__", None), ListeningHook):
+        function = hook._stock
+    return function
 
 
 def own_finalize(config: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.contract.engine import Engine, engine_of
-from megatron_lossagg.contract.finalize import FinalizeHook
+from megatron_lossagg.contract.finalize import FinalizeHook, ListeningHook
 from megatron_lossagg.errors import ContractError
 
 
@@ -45,7 +45,9 @@ class HeldGradients:
         """How often the schedule has finalized."""
         self._num_tokens: Tensor | None = None
         self._more: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        if isinstance(getattr(self.own_finalize, "__self__", None), FinalizeHook | HeldGradients):
+        owner = getattr(self.own_finalize, "__self__", None)
+        self._listens = owner if isinstance(owner, ListeningHook) else None
+        if isinstance(owner, FinalizeHook | HeldGradients) and self._listens is None:
             raise ContractError(
                 "got a deferred step inside a step of the same model: begin it before its schedule "
                 "calls, and end the one before it"
@@ -104,3 +106,5 @@ class HeldGradients:
         for chunk in self._chunks:
             if factor != 1:
                 chunk.scale_gradients(factor)
+        if self._listens is not None:
+            self._listens.after()

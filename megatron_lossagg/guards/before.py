@@ -14,7 +14,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron_lossagg.contract.engine import engine_of
-from megatron_lossagg.contract.finalize import hook_of, is_megatrons_finalize, is_same_function
+from megatron_lossagg.contract.finalize import (
+    hook_of,
+    is_megatrons_finalize,
+    is_same_function,
+    without_listeners,
+)
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import may_hold_back
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, LossScaling
@@ -119,6 +124,7 @@ def finalize_function(run: RunFacts, asked: Asked) -> None:
         return
     held = asked.deferred
     now = run.config.finalize_model_grads_func if held is None else held.own_finalize
+    now = without_listeners(now)
     if now is None:
         raise ContractError(
             "config.finalize_model_grads_func is None: the schedule would reduce no gradient "

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
+from megatron_lossagg.reduction.sequences import Sequences
 
 _PACKED_AT = (
     ("cu_seqlens_q_padded", "cu_seqlens_q"),
@@ -44,7 +44,7 @@ class MaskedSumIntegration(Integration):
     _num_entries: frozenset[int] = frozenset()
     """How many entries the batches that were counted had; losses of packed ones may be flat."""
 
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
         mask = mask_of(data)
         self._num_entries |= {len(mask), *([1] if is_packed(data) else [])}
@@ -119,7 +119,7 @@ def is_packed(data: Mapping[str, Any]) -> bool:
     return any(data.get(name) is not None for name, _ in _PACKED_AT)
 
 
-def packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchSequences:
+def packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> Sequences:
     """Count the sequences of a microbatch from its offsets, each entry's from its own.
 
     Not counted as sequences: empty segments (Megatron-LM pads offsets with them from 0.19 on), -1

@@ -12,23 +12,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.reduction.sequences import Sequences
 
 
 def count_segments(
     start_G: npt.ArrayLike, is_padding_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
-) -> MicrobatchSequences:
+) -> Sequences:
     """Count the segments of a flat mask, each up to the next one's start."""
     offset_G1 = np.append(np.asarray(start_G, dtype=np.int64), len(mask_P))
     total_P1 = np.concatenate([[0], np.cumsum(mask_P != 0)])
-    return MicrobatchSequences(
+    return Sequences(
         active_tokens=np.diff(total_P1[offset_G1]),
         lengths=np.diff(offset_G1),
         is_padding=np.asarray(is_padding_G, dtype=np.int64),
     )
 
 
-def with_weights(counted: MicrobatchSequences, weight_P: npt.NDArray[Any]) -> MicrobatchSequences:
+def with_weights(counted: Sequences, weight_P: npt.NDArray[Any]) -> Sequences:
     """Add the sum of each segment's token weights, rounded once, so that padding changes no bit."""
     ends = np.cumsum(np.asarray(counted.lengths)).tolist()
     weights = weight_P.astype(np.float64).tolist()

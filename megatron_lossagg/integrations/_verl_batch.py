@@ -272,20 +272,19 @@ def warn_of_split(data: Any, plan: StepPlan, tokens_of: dict[str, int]) -> None:
     of these in the earlier steps over the batch; updated. Sequences on other ranks are in them, so
     that one rank with sequences of it in both steps sees it.
     """
-    mode, totals = plan.aggregation.mode, plan.totals
+    mode, counts = plan.aggregation.mode, plan.table.counts
     if mode not in COUNT_SAMPLES:
         return
-    kind, ids, tokens_S = "sample", _samples(data), totals.sample_tokens
+    kind, ids, tokens_A = "sample", _samples(data), counts.n_b
     if mode == "prompt_mean":
-        kind, ids, tokens_S = "prompt", _uids(data), totals.prompt_tokens
-    elif mode == "balanced" and totals.table is not None:
-        tokens_A = totals.table.column("group_tokens", count_empty=True)
-        kind, ids, tokens_S = "group", _groups(data), tokens_A[totals.table.own]
-    if ids is None or tokens_S is None:
+        kind, ids, tokens_A = "prompt", _uids(data), counts.n_p
+    elif mode == "balanced":
+        kind, ids, tokens_A = "group", _groups(data), counts.n_c
+    if ids is None:
         return
     of_batch = zip(ids, _paddings(data), strict=True)
     trained = [one for one, is_padding in of_batch if not is_padding]
-    for one, tokens in zip(trained, tokens_S.tolist(), strict=True):
+    for one, tokens in zip(trained, tokens_A[plan.table.own].tolist(), strict=True):
         if tokens_of.setdefault(one, tokens) != tokens:
             warn_once(
                 f"{kind}s over several steps",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +16,12 @@ from torch import Tensor
 from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.weigh.compare import Weighed
+from megatron_lossagg.weigh.listen import is_in_backward
 from megatron_lossagg.weigh.report import text
 from megatron_lossagg.weigh.weighing import Weighing
 
 _ASSIGNED = re.compile(r"\s*(\w+)\s*=[^=]")
+_Site = tuple[str, int]
 _LINES = 4
 """How many lines above a call its assignment may begin."""
 
@@ -28,6 +32,12 @@ class TermsWeighing(ScriptWeighing):
     def __init__(self, at: int, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
         super().__init__(at, steps, stop=False, report=report)
         self._listening: Weighing | None = None
+        self._microbatch, self._is_new = -1, False
+        """The microbatch, and whether nothing of the next one has been heard."""
+        self._sites: Counter[_Site] = Counter()
+        """How often each place has reduced losses in this microbatch."""
+        self._terms: dict[str, list[tuple[_Site, int]]] = {}
+        """Of each name, the places and their orders, each of which is a term."""
 
     @property
     def is_listening(self) -> bool:
@@ -46,26 +56,47 @@ class TermsWeighing(ScriptWeighing):
         mask: Tensor | None,
         *,
         lengths: Sequence[int],
-        term: str,
+        frame: Any,
         **more: Any,
     ) -> Tensor:
-        """Hear a term's losses of this rank's response tokens, if a step is weighed."""
+        """Hear a term's losses of this rank's response tokens, if a step is weighed.
+
+        ``frame``: what reduces them.
+        """
         if self._listening is None or not self.is_listening:
             return losses
-        return self._listening.losses(losses, mask, lengths=lengths, term=term, **more)
+        if is_in_backward():  # recomputed, of any microbatch
+            more |= {"term": term_of(frame)}
+        else:
+            if self._is_new:
+                self._microbatch, self._is_new = self._microbatch + 1, False
+                self._sites.clear()
+            more |= {"term": self._term(frame), "microbatch": self._microbatch}
+        return self._listening.losses(losses, mask, lengths=lengths, **more)
+
+    def _term(self, frame: Any) -> str:
+        """Name a term: a place that reduces losses, and its order in the microbatch."""
+        site, name = (frame.f_code.co_filename, frame.f_lineno), term_of(frame)
+        self._sites.update([site])
+        places = self._terms.setdefault(name, [])
+        if (place := (site, self._sites[site])) not in places:
+            places.append(place)
+        number = places.index(place) + 1
+        return name if number == 1 else f"{name} {number}"
 
     def _listen(
         self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
     ) -> Any:
-        with replaced(self, _listening=weighing):
-            return schedule(**call)
+        step = call["forward_step_func"]
+        self._microbatch = -1
 
-    def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
-        """Leave out metrics, which are reduced as terms are and have no gradient on any rank."""
-        trained = {
-            name: step for name, step in terms.items() if any(s.weight_sum for s in step.sequences)
-        }
-        return trained or terms
+        @functools.wraps(step)
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            self._is_new = True
+            return step(*args, **kwargs)
+
+        with replaced(self, _listening=weighing):
+            return schedule(**{**call, "forward_step_func": forward_step})
 
 
 def print_term(step: Weighed, number: int, term: str) -> None:

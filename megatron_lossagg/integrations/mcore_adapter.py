@@ -21,11 +21,11 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._refusals import field_of, imported
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import Schedule, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.sequences import Sequences
 
 _MODULE = "mcore_adapter.trainer.trainer"
 _OWN = ("_inner_forward_step", "_pre_compute_loss", "_post_compute_loss")
@@ -63,7 +63,7 @@ class McaIntegration(Integration):
         """Number the step as the trainer's log does: ``global_step`` counts finished steps."""
         return int(self._trainer.state.global_step) + 1
 
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count the labels of each sequence; ``data`` is what the trainer's collator returns."""
         labels = field_of(data, "labels", "mcore_adapter's collator")
         b, s = labels.shape

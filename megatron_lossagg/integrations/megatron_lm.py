@@ -30,12 +30,12 @@ from megatron_lossagg.integrations._megatron_lm_data import (
 )
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._segment_counts import count_segments, with_weights
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import Integration
 from megatron_lossagg.loop.schedule_hook import Schedule, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.sequences import Sequences
 
 
 class PretrainIntegration(MaskedSumIntegration):
@@ -80,14 +80,14 @@ class PretrainIntegration(MaskedSumIntegration):
                 "drop one, or use a fixed --context-parallel-size"
             )
 
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
         if isinstance(data, Mapping) and data.get("local_cp_size") is not None:
             return self._parts(data)
         counted = super().sequences(data)
         return _with_tail(counted) if is_packed(data) else counted
 
-    def _parts(self, data: Mapping[str, Any]) -> MicrobatchSequences:
+    def _parts(self, data: Mapping[str, Any]) -> Sequences:
         """Count this rank's parts of the sequences of a pack, with dynamic context parallelism.
 
         The parts that the ranks of the microbatch's group hold of a sequence are one sample. Ranks
@@ -179,7 +179,7 @@ class _Hook(ScheduleHook):
         return run
 
 
-def _with_tail(found: MicrobatchSequences) -> MicrobatchSequences:
+def _with_tail(found: Sequences) -> Sequences:
     """Add the tail of ``pad_packed_seq_alignment``: each rank's part is padded to a length.
 
     The tail's mask is 0. It is a sequence of its own, or (``extend_last``) a part of the last one.
@@ -213,7 +213,7 @@ def _with_tail(found: MicrobatchSequences) -> MicrobatchSequences:
         length_G[-1] += tail
         return replace(found, lengths=length_G)
     sums = found.token_weight_sums
-    return MicrobatchSequences(
+    return Sequences(
         active_tokens=np.append(np.asarray(found.active_tokens), 0),
         lengths=np.append(length_G, tail),
         is_padding=np.append(np.asarray(found.is_padding), 1),

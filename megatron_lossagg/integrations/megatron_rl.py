@@ -26,11 +26,11 @@ from megatron_lossagg.integrations._megatron_lm_data import MaskedSumIntegration
 from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
 from megatron_lossagg.loop.aggregator import LossAggregator
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.sequences import Sequences
 
 
 class RLIntegration(MaskedSumIntegration):
@@ -81,7 +81,7 @@ class RLIntegration(MaskedSumIntegration):
         for name, (method, _) in around.items():
             setattr(module, name, _wrapped(getattr(module, name), method))
 
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count rollouts: ``data`` is ``prepare_data_for_update``'s list, or a bin's index."""
         from megatron.training import get_args
 
@@ -99,7 +99,7 @@ class RLIntegration(MaskedSumIntegration):
         mask = to_numpy(data[3])[:, 1:]
         turns = self._turns.of_entries(data)
         sample, prompt = self._ids(turns)
-        return MicrobatchSequences(
+        return Sequences(
             active_tokens=(mask != 0).sum(1),
             lengths=np.full(len(mask), mask.shape[1] + 1),
             sample=sample,
@@ -123,7 +123,7 @@ class RLIntegration(MaskedSumIntegration):
         layout = Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank)
         return layout.gathered(sums_gradients=True)
 
-    def _bin(self, context: Any, index: int) -> MicrobatchSequences:
+    def _bin(self, context: Any, index: int) -> Sequences:
         mask = np.append(to_numpy(context.packed_loss_mask[index, 1:]), 0)
         info = context.packing_info
         sequences = list(info.bin_seq_indices[index])

@@ -23,11 +23,11 @@ from megatron_lossagg.integrations._ms_swift_trainer import (
 )
 from megatron_lossagg.integrations._refusals import field_of
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.sequences import Sequences
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -69,7 +69,7 @@ class SwiftIntegration(TrainerIntegration):
                 "the model's config, expected the same: the weights are laid out as the config says"
             )
 
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
         mask_P = _shifted(field_of(data, "labels", "ms-swift's template")) != IGNORED
         counted = count_segments(*self._segments(data), mask_P)

@@ -36,13 +36,13 @@ from megatron_lossagg.integrations._ms_swift_trainer import (
 from megatron_lossagg.integrations._refusals import field_of
 from megatron_lossagg.integrations._segment_counts import to_numpy
 from megatron_lossagg.loop.aggregator import LossAggregator
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.sequences import Sequences
 
 _MODULE = "swift.megatron.trainers.grpo_trainer"
 _PER_SAMPLE, _PER_WIDTH = ("grpo", "sapo"), ("dr_grpo",)
@@ -87,14 +87,14 @@ class GRPOIntegration(TrainerIntegration):
         if self.needs_prompts:
             _warn_of_split_prompts(trainer)
 
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count the completions of a microbatch, as the trainer's rollout made it."""
         batch = field_of(data, "grpo_batch", "ms-swift's rollout")
         mask = to_numpy(batch.completion_mask) != 0
         if self.trainer.args.overlong_filter:
             mask = mask & ~to_numpy(batch.truncated_mask)[:, None]
         b, s = mask.shape
-        return MicrobatchSequences(
+        return Sequences(
             active_tokens=mask.sum(1),
             lengths=np.full(b, s + self._num_added(s)),
             prompt=_prompts(batch) if self.needs_prompts else None,

@@ -47,7 +47,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_cou
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 _OF_A_SPLIT_STEP = {

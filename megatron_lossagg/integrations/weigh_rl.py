@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import _weigh_skyrl, areal
 from megatron_lossagg.integrations._verl_batch import names_of
-from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term, term_of
+from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term
 from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.weighing import Weighing
@@ -147,28 +147,11 @@ class _Weighing(TermsWeighing):
     def __init__(self, where: Where, at: int, steps: int, *, report: Report) -> None:
         super().__init__(at, steps, report=report)
         self.where = where
-        self._microbatch = -1
-        self._is_new = False
-        """Whether nothing of the microbatch has been heard."""
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
         cp_size, _ = _context_parallel()
         scale = 1 / cp_size if self.where.sums_gradients else 1.0
-        self._microbatch = -1
         return Weighing(chunks, num_microbatches=num_microbatches, loss_scale=scale)
-
-    def _listen(
-        self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
-    ) -> Any:
-        step = call["forward_step_func"]
-
-        @functools.wraps(step)
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            self._is_new = True
-            return step(*args, **kwargs)
-
-        call = {**call, "forward_step_func": forward_step}
-        return super()._listen(weighing, schedule, call, chunk)
 
     def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
         if not any(step.sequences for step in terms.values()):
@@ -177,7 +160,7 @@ class _Weighing(TermsWeighing):
                 f"got a step whose losses no one of {names} reduced, expected one: this loss is "
                 "not weighed here (docs/weigh.md); train it without weighing"
             )
-        return super()._trained(terms)
+        return terms
 
     def hear_whole(
         self,
@@ -203,15 +186,12 @@ class _Weighing(TermsWeighing):
         index = torch.arange(cp_rank, losses.numel(), cp_size, device=losses.device)
         batch = _batch(frame, self.where, scale)
         names = None if batch is None else self.where.names(batch)
-        self._microbatch += self._is_new
-        self._is_new = False
         heard = self.hear(
             losses.new_zeros(len(index), requires_grad=losses.requires_grad),
             None if mask is None else mask.reshape(-1)[index],
             lengths=np.bincount(sequences, minlength=len(lengths)).tolist(),
-            term=term_of(frame),
+            frame=frame,
             names=names if names and len(names) == len(lengths) else None,
-            microbatch=self._microbatch,
         )
         if scale and batch is not None:
             heard = heard * batch[scale].expand_as(losses).reshape(-1)[index].to(heard)

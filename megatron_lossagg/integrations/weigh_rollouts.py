@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._framework_options import requested
-from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term, term_of
+from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term
 from megatron_lossagg.integrations.weigh_script import rebind_schedule
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.layout import Layout
@@ -117,8 +117,8 @@ def _heard_maker(weighing: TermsWeighing, make: Callable[..., Any]) -> Callable[
         @functools.wraps(reduce)
         def heard(x: Tensor) -> Any:
             mask, lengths = _slice(given)
-            term = term_of(sys._getframe(1))
-            x = weighing.hear(x, moved(mask, x.device), lengths=lengths, term=term)
+            frame = sys._getframe(1)
+            x = weighing.hear(x, moved(mask, x.device), lengths=lengths, frame=frame)
             return reduce(x)
 
         return heard

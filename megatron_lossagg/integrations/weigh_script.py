@@ -8,18 +8,20 @@ script's ``loss_func`` does with them, changes nothing.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_lossagg.contract.engine import unwrapped
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import HOOK
-from megatron_lossagg.integrations._refusals import imported
+from megatron_lossagg.integrations._refusals import imported, replaced
 from megatron_lossagg.weigh.compare import Weighed
-from megatron_lossagg.weigh.weighing import Weighing
+from megatron_lossagg.weigh.weighing import Weighing, are_losses
 
 _LOOP = "megatron.training.training"
 Report = Callable[[Weighed, int, str], None]
@@ -94,7 +96,11 @@ class ScriptWeighing:
 
 
 class _Listening:
-    """A script's forward_step_func that tells a weighing what the model returns."""
+    """A script's forward_step_func, while a weighing hears what the model returns in it.
+
+    What the model returns is replaced by what was heard, so that a loss is weighed whether it comes
+    from what ``forward_step`` returns or not, and whether the model is called once in it or twice.
+    """
 
     def __init__(self, weighing: Weighing, chunk: Any, forward_step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward_step)
@@ -103,12 +109,18 @@ class _Listening:
         self._model = unwrapped(chunk)
         self._has_losses = LiveGroups.of([chunk]).is_last_stage
         self._packs: dict[str, Any] = {}
+        self._microbatch, self._num_heard = -1, 0
+        self._is_inside = False
 
     def __enter__(self) -> None:
-        self._handle = self._model.register_forward_pre_hook(self._notes, with_kwargs=True)
+        self._handles = [
+            self._model.register_forward_pre_hook(self._notes, with_kwargs=True),
+            self._model.register_forward_hook(self._hears),
+        ]
 
     def __exit__(self, *raised: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _notes(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         packed = [value for value in (*args, *kwargs.values()) if hasattr(value, "cu_seqlens_q")]
@@ -118,12 +130,39 @@ class _Listening:
             offsets = params.cu_seqlens_q if padded is None else padded
             self._packs = {"cu_seqlens": offsets, "cp_group": getattr(params, "cp_group", None)}
 
-    def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
+    def _hears(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         # Of an interleaved pipeline only the last chunk of the last stage has losses.
-        if self._has_losses and unwrapped(model) is self._model:
-            output = self._weighing.losses(output, **self._packs)
+        if not (self._has_losses and self._is_inside and are_losses(output)):
+            return output
+        self._num_heard += 1
+        return self._weighing.losses(output, **self._packs, microbatch=self._microbatch)
+
+    def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_last = self._has_losses and unwrapped(model) is self._model
+        self._microbatch += is_last
+        with replaced(self, _is_inside=is_last, _num_heard=0):
+            output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
+            if is_last and not self._num_heard:  # the model returns something else
+                packs = {**self._packs, "microbatch": self._microbatch}
+                output = self._weighing.losses(output, **packs)
+            mask = _mask_of(loss_func)
+            if is_last and mask is not None and self._num_heard < 2:
+                self._weighing.has_mask(mask)
         return output, loss_func
+
+
+def _mask_of(loss_func: Any) -> Any:
+    """Return the loss mask that a loss_func is bound to, as in Megatron-LM's scripts."""
+    if not isinstance(loss_func, functools.partial):
+        return None
+    try:
+        bound = inspect.signature(loss_func.func).bind_partial(
+            *loss_func.args, **loss_func.keywords
+        )
+    except (TypeError, ValueError):
+        return None
+    mask = bound.arguments.get("loss_mask")
+    return mask if isinstance(mask, Tensor) else None
 
 
 def install(at: int, steps: int, *, stop: bool, report: Report) -> ScriptWeighing:

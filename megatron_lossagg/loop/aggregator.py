@@ -8,7 +8,8 @@ loss mask. Side losses (MoE, MTP) keep their 1/N.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import Count
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.sequences import FloatsLike, Ids
+from megatron_lossagg.reduction.sequences import Sequences
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.framework import Integration
@@ -197,23 +198,13 @@ class LossAggregator:
 
     def step(
         self,
-        active_tokens: IntsLike | None = None,
+        active_tokens: IntsLike | Sequences | None = None,
         *,
         num_microbatches: int,
-        sample: Ids | None = None,
-        prompt: Ids | None = None,
-        microbatch: IntsLike | None = None,
-        token_weight_sums: FloatsLike | None = None,
-        sequence_weight: FloatsLike | None = None,
-        left_out: IntsLike | Sequence[bool] | None = None,
-        group: Ids | None = None,
-        columns: Mapping[str, FloatsLike] | None = None,
-        samples_per_prompt: int | None = None,
-        sample_count: int | None = None,
-        num_padding: int | None = None,
         forward_only: bool = False,
         accumulates: bool | int = False,
         iteration: int | None = None,
+        **columns: Any,
     ) -> Step:
         """Plan and begin a schedule call of ``num_microbatches``; leaving ``with`` finishes it.
 
@@ -226,22 +217,13 @@ class LossAggregator:
         ranks; on every stage those of :meth:`begin_together`.
 
         Args:
-            active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
+            active_tokens: Of the sequences of this data-parallel rank; or all of them as a
+                :class:`Sequences`.
             num_microbatches: M, what the schedule gets.
-            sample: As in :class:`Sequences`.
-            prompt: As in :class:`Sequences`.
-            microbatch: As in :class:`Sequences`.
-            token_weight_sums: As in :class:`Sequences`.
-            sequence_weight: As in :class:`Sequences`.
-            left_out: As in :class:`Sequences`.
-            group: As in :class:`Sequences`.
-            columns: As in :class:`Sequences`.
-            samples_per_prompt: As in :class:`Sequences`.
-            sample_count: As in :class:`Sequences`.
-            num_padding: As in :class:`Sequences`.
             forward_only: As in :meth:`begin`.
             accumulates: As in :meth:`begin`.
             iteration: As in :meth:`begin`.
+            columns: The other arguments of :class:`Sequences`, such as ``sample=``.
 
         Returns:
             The step, a context manager.
@@ -251,11 +233,11 @@ class LossAggregator:
             ContractError: As :meth:`begin`; and with the message of a stage that failed, on the
                 other stages.
         """
-        given: dict[str, Any] = {"active_tokens": active_tokens, "microbatch": microbatch}
-        given |= {"sample": sample, "prompt": prompt, "group": group}
-        given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
-        given |= {"samples_per_prompt": samples_per_prompt, "sample_count": sample_count}
-        given |= {"num_padding": num_padding, "columns": columns, "left_out": left_out}
+        given: Any = active_tokens
+        if isinstance(given, Sequences):
+            given = replace(given, **columns)
+        else:
+            given = Sequences(active_tokens=given, **columns)
         return self.begin_together(
             partial(plan_of_rank, self, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,

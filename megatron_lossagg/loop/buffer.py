@@ -24,86 +24,13 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.guards.refilled import KeptObjects
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import gather_counts
-from megatron_lossagg.reduction.integers import (
-    IntsLike,
-    checked_integers,
-    is_integer,
-    whole_numbers,
-)
+from megatron_lossagg.reduction.integers import IntsLike, is_integer
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.segments import PADDING
-from megatron_lossagg.reduction.sequences import GATHERED_FLOATS, FloatsLike, Sequences
+from megatron_lossagg.reduction.sequences import Checked, Sequences
 
 _DEFAULTS = Options()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MicrobatchSequences:
-    """What a step must know of a microbatch before it runs: one entry per segment, on the CPU.
-
-    Numbers are those of whole sequences, before slicing for context parallelism.
-
-    Examples:
-        Two sequences and a segment that fills the microbatch:
-
-        >>> MicrobatchSequences(
-        ...     active_tokens=[3, 2, 0], lengths=[4, 4, 8], is_padding=[0, 0, 1]
-        ... ).checked().of_sequences("active_tokens")
-        [3, 2]
-    """
-
-    active_tokens: IntsLike
-    """n_s of each segment; the sums of a float mask will do."""
-    lengths: IntsLike | None = None
-    """Tokens of each segment, padding included; None if no layout is made from them."""
-    sample: IntsLike | None = None
-    """Sample id of each segment; None: each sequence is its own sample."""
-    prompt: IntsLike | None = None
-    """Prompt id of each segment, global over the data-parallel group."""
-    token_weight_sums: FloatsLike | None = None
-    """Sum of the active tokens' weights of each segment, float64, for ``count="weights"``."""
-    sequence_weight: FloatsLike | None = None
-    """omega_s of each segment, as in :class:`Sequences`."""
-    left_out: IntsLike | None = None
-    """Which segments leave every count, likewise."""
-    group: IntsLike | None = None
-    """Group id of each segment, likewise."""
-    columns: Mapping[str, FloatsLike] | None = None
-    """The columns of :class:`Sequences`, of each segment; the same names in every microbatch."""
-    is_padding: IntsLike | None = None
-    """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
-    None: no segment is."""
-
-    def checked(self) -> MicrobatchSequences:
-        """Return these as arrays; counts that are not integers are left to :func:`plan_step`."""
-        active_G = np.asarray(whole_numbers(self.active_tokens))
-        if active_G.ndim != 1:
-            raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
-        numbers = ("left_out", *GATHERED_FLOATS)
-        others: dict[str, Any] = {
-            name: checked_integers(name, values, PlanError, length=len(active_G))
-            for name, values in vars(self).items()
-            if name not in ("active_tokens", "columns", *numbers) and values is not None
-        }
-        others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
-        for name in numbers:
-            if getattr(self, name) is not None:
-                others[name] = _floats(name, getattr(self, name), active_G.shape)
-        if self.columns is not None:
-            others["columns"] = {
-                name: _floats(name, one, active_G.shape) for name, one in self.columns.items()
-            }
-        return MicrobatchSequences(active_tokens=active_G, **others)
-
-    def of_sequences(self, name: str, column: str | None = None) -> list[Any]:
-        """Return a field's checked values without those of padding; empty if it is None.
-
-        ``column``: the name of one in :attr:`columns`.
-        """
-        values_G = getattr(self, name)
-        values_G = values_G if column is None or values_G is None else values_G.get(column)
-        return [] if values_G is None else values_G[np.asarray(self.is_padding) == 0].tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +44,7 @@ class StepMicrobatch:
     data: Any
     """What the iterator returned; None on a tensor-parallel rank without an iterator."""
     lengths: list[int] | None = None
-    """``MicrobatchSequences.lengths``, if ``count`` gave them."""
+    """``Sequences.lengths``, if ``count`` gave them."""
 
 
 class StepBuffer:
@@ -179,7 +106,7 @@ class StepBuffer:
     def plan(
         self,
         aggregation: Aggregation,
-        count: Callable[[Any], IntsLike | MicrobatchSequences],
+        count: Callable[[Any], IntsLike | Sequences],
         *,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
@@ -190,7 +117,7 @@ class StepBuffer:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
         ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
-        :class:`MicrobatchSequences`. ``group``: the data-parallel group. ``tp_group``: the
+        :class:`Sequences`. ``group``: the data-parallel group. ``tp_group``: the
         tensor-parallel group, needed if some of its ranks have no iterator: all take the
         numbers of its first rank, by one ``all_gather_object``. ``options``, ``forward_only``,
         ``iteration``: as in :func:`plan_step`.
@@ -208,19 +135,7 @@ class StepBuffer:
             )
         if counts is None or fault:
             counts = []
-        given = Sequences(
-            active_tokens=_joined(counts, "active_tokens") or [],
-            sample=_joined(counts, "sample"),
-            prompt=_joined(counts, "prompt"),
-            token_weight_sums=_joined(counts, "token_weight_sums"),
-            sequence_weight=_joined(counts, "sequence_weight"),
-            left_out=_joined(counts, "left_out"),
-            group=_joined(counts, "group"),
-            columns=_joined_columns(counts),
-            microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
-            num_microbatches=self.num_microbatches,
-            num_padding=sum(int(np.asarray(mb.is_padding).sum()) for mb in counts),
-        )
+        given = Sequences.of_microbatches(counts, self.num_microbatches)
         try:
             plan = plan_step(
                 aggregation,
@@ -236,16 +151,14 @@ class StepBuffer:
         self._replayed = self._numbered(counts)
         return plan
 
-    def _numbered(self, counts: Sequence[MicrobatchSequences]) -> list[StepMicrobatch]:
+    def _numbered(self, counts: Sequence[Checked]) -> list[StepMicrobatch]:
         """Number the sequences of the step in the order of its microbatches."""
         numbers = itertools.count()
         data = self._data or [None] * self.num_microbatches
         return [
             StepMicrobatch(
                 index=index,
-                sequences=[
-                    PADDING if padding else next(numbers) for padding in np.asarray(mb.is_padding)
-                ],
+                sequences=[PADDING if pads else next(numbers) for pads in mb.is_padding],
                 data=data[index],
                 lengths=None if mb.lengths is None else [int(n) for n in mb.lengths],
             )
@@ -283,8 +196,8 @@ class StepBuffer:
         self._kept.end()
 
     def _counted(
-        self, count: Callable[[Any], IntsLike | MicrobatchSequences]
-    ) -> tuple[list[MicrobatchSequences] | None, str, Exception | None]:
+        self, count: Callable[[Any], IntsLike | Sequences]
+    ) -> tuple[list[Checked] | None, str, Exception | None]:
         """Count each microbatch, or return why that failed and the error that caused it."""
         if self._fault or not self._reads:
             return None, self._fault, self._cause
@@ -292,39 +205,17 @@ class StepBuffer:
         for index, data in enumerate(self._data):
             try:
                 counted = count(data)
-                if not isinstance(counted, MicrobatchSequences):
-                    counted = MicrobatchSequences(active_tokens=counted)
-                counts.append(counted.checked())
+                if not isinstance(counted, Sequences):
+                    counted = Sequences(active_tokens=counted)
+                counts.append(counted.listed())
             except Exception as error:  # as above
                 fault = (
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
                     "count gives the active tokens of each sequence, on the CPU"
                 )
                 return None, fault, error
-        active = [sum(map(float, counted.of_sequences("active_tokens"))) for counted in counts]
+        active = [sum(map(float, one.trained_entries()["active_tokens"])) for one in counts]
         return counts, self._kept.fault(active), None
-
-
-def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:
-    """Join a field over a step; a microbatch without ids is one in which no sequence needs any."""
-    if all(getattr(counted, name) is None for counted in counts):
-        return None
-    return [value for counted in counts for value in counted.of_sequences(name)]
-
-
-def _joined_columns(counts: Sequence[MicrobatchSequences]) -> dict[str, list[float]] | None:
-    """Join the columns of a step by name; one that a microbatch lacks is too short."""
-    if all(counted.columns is None for counted in counts):
-        return None
-    names = {name: None for counted in counts for name in counted.columns or ()}
-    return {name: [v for mb in counts for v in mb.of_sequences("columns", name)] for name in names}
-
-
-def _floats(name: str, values: object, shape: tuple[int, ...]) -> Any:
-    float_G = np.asarray(values, dtype=np.float64)
-    if float_G.shape != shape:
-        raise ValueError(f"{name}: got shape {float_G.shape}, expected {shape}, one per sequence")
-    return float_G
 
 
 def _copied(microbatch: Any, note: Callable[[list[Any], list[Any]], None]) -> Any:

@@ -12,7 +12,7 @@ from megatron_lossagg.errors import message_of
 from megatron_lossagg.reduction.exchange import gather_counts
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
-from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.sequences import Sequences, columns_of
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
@@ -20,48 +20,43 @@ if TYPE_CHECKING:
 
 def plan_of_rank(
     run: LossAggregator,
-    arguments: dict[str, Any],
+    sequences: Sequences,
     num_microbatches: int,
     forward_only: bool,
     iteration: int | None,
 ) -> StepPlan:
-    """Plan a step of the run from what this rank passes to :meth:`LossAggregator.step`."""
-    sequences, fault = _sequences_of_rank(
-        arguments, num_microbatches, run.tp_group, forward_only=forward_only
-    )
+    """Plan a step of the run from what this rank passes to :meth:`LossAggregator.step`.
+
+    On all ranks of a tensor-parallel group it is its first rank's: one ``all_gather_object`` if it
+    has several. ``forward_only``: must be the same on them.
+    """
+    names = columns_of(type(sequences))
+    given = {n: getattr(sequences, n) for n in names if getattr(sequences, n) is not None}
+    kind = "an evaluation" if forward_only else "a training step"
+    given, fault = _of_first_rank(given, run.tp_group, kind=kind)
+    own_m = given.get("num_microbatches", num_microbatches)
+    if not is_integer(num_microbatches, lowest=1) and not fault:
+        fault = (
+            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
+            "schedule gets"
+        )
+    if own_m != num_microbatches and not fault:
+        fault = (
+            f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "
+            "leave that of the sequences out"
+        )
+    if "active_tokens" not in given and not fault:
+        fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
+    of_rank = {"active_tokens": []} if fault else given
     return plan_step(
         run.aggregation,
-        sequences,
+        type(sequences)(**of_rank | {"num_microbatches": num_microbatches}),
         group=run.dp_group,
         options=run.options.of_step(forward_only),
         fault=fault,
         forward_only=forward_only,
         iteration=iteration,
     )
-
-
-def _sequences_of_rank(
-    arguments: dict[str, Any], num_microbatches: int, tp_group: ProcessGroup, *, forward_only: bool
-) -> tuple[Sequences, str]:
-    """Return what to plan on this data-parallel rank, or why it has no counts.
-
-    ``arguments``: of :class:`Sequences`, those that are None left out. On all ranks of ``tp_group``
-    they are its first rank's: one ``all_gather_object`` if it has several ranks.
-    ``forward_only``: must be the same on them.
-    """
-    given = {name: value for name, value in arguments.items() if value is not None}
-    kind = "an evaluation" if forward_only else "a training step"
-    given, fault = _of_first_rank(given, tp_group, kind=kind)
-    if not is_integer(num_microbatches, lowest=1) and not fault:
-        fault = (
-            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
-            "schedule gets"
-        )
-    if "active_tokens" not in given and not fault:
-        fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
-    if fault:
-        return Sequences(active_tokens=[]), fault
-    return Sequences(**given, num_microbatches=num_microbatches), ""
 
 
 def _of_first_rank(

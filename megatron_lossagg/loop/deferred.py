@@ -27,11 +27,11 @@ from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.modes import MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import ID_KINDS
+from megatron_lossagg.reduction.table import Counted
 
 _SUMS = ("sample_sum", "constant")
 """Modes whose weights do not depend on which sequences are one sample, but for B."""
@@ -304,7 +304,7 @@ def _kinds_of(mode: str, *, is_given: bool) -> tuple[str, ...]:
         return ID_KINDS
     if is_given and mode in _SUMS:
         return ()
-    is_of_samples = MODES[mode].total in ("samples", "length_power_sum")
+    is_of_samples = MODES[mode].total in ("B", "Z")
     return (*(("sample",) if is_of_samples else ()), *MODES[mode].needs)
 
 

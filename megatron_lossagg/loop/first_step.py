@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.faults import first_time
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.reduction.step_weights import StepWeights
+from megatron_lossagg.reduction.table import Counted, StepWeights
 
 _Plan = TypeVar("_Plan", bound=StepWeights)
 
@@ -51,7 +50,7 @@ def say_counted(
         say(f"{plan.aggregation}; its first step counted {counted or plan.counted}{of_sample}")
     if leave_out:
         kind = _counted_empty(plan.aggregation)
-        number = kind and getattr(plan.counted, f"empty_{kind}")
+        number = plan.counted.get(f"empty_{kind}")
         say_empty(plan.aggregation, number or 0, leave_out, is_first=is_first)
     return plan
 

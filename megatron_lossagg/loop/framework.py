@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import Describe
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.sequences import Sequences
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
@@ -80,7 +80,7 @@ class Integration(ABC):
         ...     def sequences(self, data):
         ...         active = [int(mask.sum()) for mask in data["masks"]]
         ...         lengths = [len(mask) for mask in data["masks"]]
-        ...         return MicrobatchSequences(active_tokens=active, lengths=lengths)
+        ...         return Sequences(active_tokens=active, lengths=lengths)
         ...
         ...     def loss(self, loss_func, output):
         ...         returned = loss_func(output)  # what the schedule would take
@@ -115,7 +115,7 @@ class Integration(ABC):
         return False
 
     @abstractmethod
-    def sequences(self, data: Any) -> MicrobatchSequences:
+    def sequences(self, data: Any) -> Sequences:
         """Count a microbatch, as the data iterator returned it; on the CPU, before slicing.
 
         Called once per microbatch and step, outside the schedule, on each rank that reads data.

@@ -346,7 +346,7 @@ class _Replay:
         if lengths is None:
             raise ContractError(
                 f"{type(self._integration).__name__}.sequences gave no lengths: give "
-                "MicrobatchSequences(lengths=...), from which the layout is made"
+                "Sequences(lengths=...), from which the layout is made"
             )
         layout = self._integration.layout(self._aggregator, lengths)
         mb = self._step.microbatch(

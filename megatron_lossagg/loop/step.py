@@ -40,6 +40,7 @@ from megatron_lossagg.reduction.microbatch import Means, Microbatch, Outputs, un
 from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import StepLog, Term
+from megatron_lossagg.weigh.told import listening, tell
 
 
 class Step:
@@ -223,6 +224,8 @@ class Step:
             assert layout is not None
             check_split(self._groups, layout)
         microbatch = Microbatch.of(plan, sequences, mask, layout, token_weights, self)
+        if listening and not self.forward_only:
+            tell(plan.aggregation, plan.sequences, sequences)
         if positions is not None:
             past_end, faults = microbatch.num_past_end, plan.state.faults
             check_positions(positions, microbatch.keep, microbatch.line, past_end, faults)
@@ -261,6 +264,12 @@ class Step:
             raise ContractError(
                 "got a microbatch of a step that has ended: make it with step.microbatch of the "
                 "running step"
+            )
+        if microbatch.plan is not self._plan:
+            raise ContractError(
+                f"got outputs under {microbatch.plan.aggregation}, expected the step's "
+                f"{self.plan.aggregation}: call outputs of what step.microbatch returned, and not "
+                "of its under(...)"
             )
         if self.forward_only and loss.requires_grad:
             loss = self._detached(loss)

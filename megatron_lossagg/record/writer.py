@@ -24,11 +24,11 @@ from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record
-from megatron_lossagg.reduction.counted import Counted
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.table import Counted
 
 _START = b'{"step": '
 
@@ -179,7 +179,7 @@ class StepRecorder:
                 exponent=aggregation.exponent,
                 count_empty=bool(aggregation.count_empty),
                 count=aggregation.count,
-                active_tokens=counted.active_tokens,
+                active_tokens=counted.get("active_tokens"),
                 samples=_of_kind(plans, counted, "samples"),
                 prompts=_of_kind(plans, counted, "prompts"),
                 weights=weights if has_weights else "",
@@ -194,7 +194,7 @@ class StepRecorder:
                 ratios=list(recorded.get("ratios", ())),
                 warned=list(recorded.get("warned", ())),
                 version=megatron_lossagg.__version__,
-                counted=counted.known,
+                counted=counted,
             )
         )
 
@@ -204,15 +204,16 @@ def _hash_of(plan: StepPlan) -> int:
     weight_S, is_left_out_S = plan.weight_S, plan.is_left_out_S
     if is_left_out_S is not None:  # as of a run that does not have them
         weight_S = weight_S[~is_left_out_S]
-    is_weighed = plan.aggregation.count == "weights"
-    columns = [weight_S, plan.counted_S] if is_weighed else [weight_S]
-    return hash_weights(plan.counted_sequences.active_tokens, *columns)
+    sequences, columns = plan.counted_sequences, [weight_S]
+    if plan.aggregation.count == "weights":
+        columns.append(sequences.token_weight_sums)
+    return hash_weights(sequences.active_tokens, *columns)
 
 
 def _of_kind(plans: Sequence[StepPlan], counted: Counted, name: str) -> Any:
     """Sum a count over plans; None if they share some."""
-    is_known = getattr(counted, name) is not None
-    return _sum_of([plan.counts.known(name) for plan in plans]) if is_known else None
+    letter = {"samples": "B", "prompts": "P"}[name]
+    return _sum_of([plan.counts.known(letter) for plan in plans]) if name in counted else None
 
 
 def _sum_of(values: Sequence[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aliases import ALIASES, alias_of, unknown_name
@@ -14,7 +14,10 @@ from megatron_lossagg.reduction.checks.aggregation import (
     checked_exponent,
 )
 from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count, Ids
-from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
+from megatron_lossagg.reduction.own_weights import WeightsFunction
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.table import StepCounts
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,10 @@ class Aggregation:
     def total(self) -> tuple[object, ...]:
         """The mode's :attr:`Mode.total` and what it follows from: equal if one number is both's."""
         name = MODES[self.mode].total
-        if name == "divisor":
+        if name == "L":
             return (name, self.divisor or 1.0)
         # B and P have every sample and prompt, V and Q those of which something is counted.
-        has_all = name in ("samples", "prompts") and self.count_empty
+        has_all = name in ("B", "P") and self.count_empty
         return (name, self.count_left_out, None if has_all else self.count, self.exponent)
 
     def reads(self, ids: Ids) -> bool:

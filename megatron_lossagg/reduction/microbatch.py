@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
@@ -196,10 +197,12 @@ class Microbatch:
             is_of_step=step is not None,
             trained=trained,
         )
-        # The first place is 0, where a sum may be anything; last positions are those of sequences.
+        # A place of 0, whose sum may be anything, is the first, and others of empty first segments.
+        # Last positions are those of sequences.
         end = 2 * layout.num_segments + 2 if layout.is_whole else layout.num_segments + 2
         if (
             keep_P.device.type != "cpu"
+            or trained.place_N[1] == 0
             or trained.at_N.numpy()[1:end].tobytes() != known.expected[: 4 * end - 4]
             or (nonzero is not None and nonzero.numpy() != known.counted_tokens)
         ):
@@ -312,7 +315,7 @@ class Microbatch:
             log.on_term(line, term, losses, own)
         step = self.step
         if step is not None and (step.shadows or step.evaluates):
-            if plan.aggregation != self.plan.aggregation:
+            if plan.aggregation != log.aggregation:
                 self._others += [partial_loss] if step.evaluates else []
             elif not self._shadows:
                 self._shadows.update(self._shadowed(losses))
@@ -348,12 +351,13 @@ class Microbatch:
         In a ``forward_only`` step both entries of a report are times D, the total of the step's
         mode (N, B, P or Z): added over evaluation steps they divide to the mode's loss over all
         that was evaluated. D is 1 for a mode without a total, and for what :meth:`reduce` returned
-        under another aggregation: that is a mean over the steps, as under ``token_sum``.
+        under another aggregation: that is a mean over the steps, as under ``token_sum``. It is told
+        by its memory: ``2 * it``, its clone, or a sum with it is a mean weighted by D.
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
-        for a microbatch with tokens, if this is of another step, and if the loss needs no gradient
-        in a training step. In a ``forward_only`` step it is detached. Raises :class:`ReducerError`
-        if the plan made it, and no step did.
+        for a microbatch with tokens, if this is of another step or of :meth:`under`, and if the
+        loss needs no gradient in a training step. In a ``forward_only`` step it is detached. Raises
+        :class:`ReducerError` if the plan made it, and no step did.
         """
         if torch.compiler.is_compiling():
             return _outputs_untraced(self, loss, report, means, coefficient=coefficient)
@@ -508,10 +512,11 @@ def _known(plan: StepPlan, sequences: IntsLike, layout: Layout) -> Known:
             if sequence_G[-1] - sequence_G[0] + 1 == len(sequence_G):
                 known[range(sequence_G[0], sequence_G[-1] + 1)] = found
     if type(sequences) is list:
-        given = np.array(sequences)
-        planned_so = known.get(given.tobytes()) if given.dtype == np.int64 else None
-        if planned_so is not None and given.shape == (layout.num_segments,):
-            return planned_so
+        with suppress(ValueError):  # of a ragged list, which is said below
+            given = np.array(sequences)
+            planned_so = known.get(given.tobytes()) if given.dtype == np.int64 else None
+            if planned_so is not None and given.shape == (layout.num_segments,):
+                return planned_so
     sequence_G = checked_sequences(sequences, layout, planned)
     return known.get(sequence_G.tobytes()) or _counted(plan, sequence_G)
 

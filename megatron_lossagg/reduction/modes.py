@@ -1,7 +1,7 @@
 """The table of modes: the formula of each, and the one weight per sequence that it gives.
 
-``weights.py`` divides by a mode's denominator, whose counts are of ``mode_counts.py``.
-CONTRIBUTING.md lists what one more mode costs.
+``table.py`` has the counts, and divides by a mode's denominator. CONTRIBUTING.md lists what one
+more mode costs.
 
 Symbols (``docs/which-mode.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
 n_p, its sample's group n_c; the step has N active tokens, B samples and P prompts; sample b
@@ -41,7 +41,7 @@ class Mode:
     divisor: _DivisorRule
     meaning: str
     denominator: Callable[[Any], Any] | None
-    """1 / w_s from the step's counts (``mode_counts.ModeCounts``); None for a user's own."""
+    """1 / w_s from the step's counts (``table.StepCounts``); None for a user's own."""
     expected: Callable[[Any], float] | None = None
     """The sum of w_s n_s over a step that has an active token, likewise; None: it is summed."""
     has_exponent: bool = False
@@ -51,8 +51,8 @@ class Mode:
     needs_all: bool = False
     """Whether every rank needs the sequences of all ranks."""
     total: str | None = None
-    """The one count of the whole step in the denominator, such as N, by its name in
-    :class:`ModeCounts`: a deferred step divides by it at its end. None: there is none."""
+    """The one count of the whole step in the denominator, by its letter, such as N: a deferred step
+    divides by it at its end. None: there is none."""
 
     @property
     def formula(self) -> str:
@@ -68,18 +68,18 @@ MODES: dict[str, Mode] = {
             weight="1/N",
             divisor="none",
             meaning="mean over all active tokens of the step (DAPO)",
-            total="active_tokens",
-            denominator=lambda c: c.active_tokens,
-            expected=lambda c: c.active_tokens / c.active_tokens,
+            total="N",
+            denominator=lambda c: c.N,
+            expected=lambda c: c.N / c.N,
         ),
         Mode(
             name="sample_mean",
             weight="1/({B} n_b)",
             divisor="none",
             meaning="mean over samples of each sample's token mean (GRPO)",
-            total="samples",
-            denominator=lambda c: c.sample_tokens * c.samples,
-            expected=lambda c: c.active_samples / c.samples,
+            total="B",
+            denominator=lambda c: c.n_b * c.B,
+            expected=lambda c: c.V / c.B,
         ),
         Mode(
             name="prompt_mean",
@@ -87,36 +87,36 @@ MODES: dict[str, Mode] = {
             divisor="none",
             needs=("prompt",),
             meaning="mean over prompts of each prompt's token mean (ScaleRL)",
-            total="prompts",
-            denominator=lambda c: c.prompt_tokens * c.prompts,
-            expected=lambda c: c.active_prompts / c.prompts,
+            total="P",
+            denominator=lambda c: c.n_p * c.P,
+            expected=lambda c: c.Q / c.P,
         ),
         Mode(
             name="constant",
             weight="1/({B} {L})",
             divisor="required",
             meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
-            total="samples",
-            denominator=lambda c: c.samples * c.divisor,
-            expected=lambda c: c.active_tokens / (c.samples * c.divisor),
+            total="B",
+            denominator=lambda c: c.B * c.L,
+            expected=lambda c: c.N / (c.B * c.L),
         ),
         Mode(
             name="sample_sum",
             weight="1/{B}",
             divisor="none",
             meaning="token sums, mean over samples",
-            total="samples",
-            denominator=lambda c: c.samples,
-            expected=lambda c: c.active_tokens / c.samples,
+            total="B",
+            denominator=lambda c: c.B,
+            expected=lambda c: c.N / c.B,
         ),
         Mode(
             name="token_sum",
             weight="1/{C}",
             divisor="optional",
             meaning="sum over all active tokens, over a constant C (1 by default)",
-            total="divisor",
-            denominator=lambda c: c.divisor,
-            expected=lambda c: c.active_tokens / c.divisor,
+            total="L",
+            denominator=lambda c: c.L,
+            expected=lambda c: c.N / c.L,
         ),
         Mode(
             name="length_power",
@@ -126,8 +126,8 @@ MODES: dict[str, Mode] = {
             needs_all=True,
             meaning="samples by a power of their length, over the sum Z of n_b^(1-a): all weights "
             "w_s n_s sum to 1; a = 0 is token_mean, a = 1 sample_mean without empty samples",
-            total="length_power_sum",
-            denominator=lambda c: c.length_power * c.length_power_sum,
+            total="Z",
+            denominator=lambda c: c.n_b_to_a * c.Z,
             expected=lambda c: 1.0,
         ),
         Mode(
@@ -138,8 +138,8 @@ MODES: dict[str, Mode] = {
             needs_all=True,
             meaning="token means of groups c, such as prompt and sign of the advantage, weighted "
             "by their samples k_c",
-            total="samples",
-            denominator=lambda c: c.group_tokens / c.group_samples * c.samples,
+            total="B",
+            denominator=lambda c: c.n_c / c.k_c * c.B,
         ),
         Mode(
             name="row_mean",
@@ -147,8 +147,8 @@ MODES: dict[str, Mode] = {
             divisor="none",
             needs_all=True,
             meaning="mean over samples of the mean of their R_b sequences' token means (sessions)",
-            total="samples",
-            denominator=lambda c: c.sequence_tokens * c.rows * c.samples,
+            total="B",
+            denominator=lambda c: c.n_s * c.R_b * c.B,
         ),
         Mode(
             name="microbatch_token_mean",
@@ -158,8 +158,8 @@ MODES: dict[str, Mode] = {
                 "mean of microbatch token means; depends on the layout, "
                 "kept only to reproduce old runs"
             ),
-            denominator=lambda c: c.microbatch_tokens * c.num_microbatches * c.data_parallel_size,
-            expected=lambda c: c.microbatch_means / c.data_parallel_size,
+            denominator=lambda c: c.n_mb * c.M * c.DP,
+            expected=lambda c: c.microbatch_means / c.DP,
         ),
         Mode(
             name=CUSTOM,

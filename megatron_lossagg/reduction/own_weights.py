@@ -1,11 +1,11 @@
-"""A user's own weights: the function, what it is given, and what it may return.
+"""A user's own weights: the function, and what it may return.
 
 Imports no torch, and NumPy when it is called. Shape suffix: A = sequences of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,105 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from megatron_lossagg.reduction.table import StepCounts
+
     _Array = npt.NDArray[np.float64]
-
-
-class StepCounts:
-    """What a weights function is given: one step's counts, over all data-parallel ranks.
-
-    The names are those of the math page. N, B and P are numbers; the others are float64
-    ``[A]``, one entry per sequence of the step, in the same order on every rank. With
-    ``count_empty=False`` only samples, prompts and sequences with active tokens are counted; with
-    ``count="weights"`` tokens are token weights. Ids and columns that were not passed raise
-    :class:`PlanError`.
-
-    Examples:
-        The mean of each prompt's mean over samples, of samples' token means:
-
-        >>> def weights(counts):
-        ...     return 1 / (counts.P * counts.k_p * counts.n_b)
-        >>> sequences = Sequences(active_tokens=[4, 1, 5], prompt=["a", "a", "b"])
-        >>> plan_step(Aggregation(weights=weights), sequences).weights.tolist()
-        [0.0625, 0.25, 0.1]
-    """
-
-    def __init__(self, counts: Any) -> None:
-        self._counts = counts
-
-    @property
-    def N(self) -> float:
-        """Active tokens of the step."""
-        return float(self._counts.active_tokens)
-
-    @property
-    def B(self) -> float:
-        """Samples of the step."""
-        return float(self._counts.samples)
-
-    @property
-    def P(self) -> float:
-        """Prompts of the step."""
-        return float(self._counts.prompts)
-
-    @property
-    def n_s(self) -> _Array:
-        """Active tokens of the sequence."""
-        return self._of("sequence_tokens")
-
-    @property
-    def n_b(self) -> _Array:
-        """Active tokens of its sample."""
-        return self._of("sample_tokens")
-
-    @property
-    def n_p(self) -> _Array:
-        """Active tokens of its prompt."""
-        return self._of("prompt_tokens")
-
-    @property
-    def n_c(self) -> _Array:
-        """Active tokens of its group, ``Sequences(group=...)``."""
-        return self._of("group_tokens")
-
-    @property
-    def R_b(self) -> _Array:
-        """Rows: sequences of its sample."""
-        return self._of("rows")
-
-    @property
-    def R(self) -> float:
-        """Rows: sequences of the step."""
-        return float(self._counts.num_rows)
-
-    @property
-    def columns(self) -> Mapping[str, _Array]:
-        """The caller's own numbers by name, ``Sequences(columns=...)``; whole, empty ones too."""
-        return _Columns(self._counts.table.columns)
-
-    @property
-    def k_p(self) -> _Array:
-        """Samples of its prompt."""
-        return self._of("prompt_samples")
-
-    @property
-    def k_c(self) -> _Array:
-        """Samples of its group."""
-        return self._of("group_samples")
-
-    def _of(self, name: str) -> _Array:
-        found: _Array = getattr(self._counts, name)
-        return found
-
-
-class _Columns(dict[str, Any]):
-    """The columns that were passed; another name is an error of the step."""
-
-    def __missing__(self, name: str) -> Any:
-        raise PlanError(
-            f"the weights function reads the column {name!r}, and the step has "
-            f"{', '.join(map(repr, self)) or 'none'}: pass Sequences(columns={{{name!r}: ...}}), "
-            "one number per sequence"
-        )
 
 
 @dataclass(frozen=True)

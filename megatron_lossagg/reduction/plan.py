@@ -11,6 +11,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,28 +23,32 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError, message_of
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.checks.totals import (
-    check_totals,
-    is_counted_all_the_same,
-    note_step_with_totals,
-)
-from megatron_lossagg.reduction.counts import count_step, known_step
 from megatron_lossagg.reduction.custom import load_reducer_factory
 from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.faults import looks_again
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.microbatch import Microbatch
-from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.sequences import CheckedSequences, Sequences
+from megatron_lossagg.reduction.sequences import Checked, Sequences
 from megatron_lossagg.reduction.step_state import StepState
-from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
-from megatron_lossagg.reduction.totals import StepTotals, WhichStep
-from megatron_lossagg.reduction.weights import check_agreement
+from megatron_lossagg.reduction.table import (
+    StepTotals,
+    StepWeights,
+    Table,
+    WhichStep,
+    check_agreement,
+    check_divisor,
+    check_totals,
+    count_step,
+    known_step,
+)
 
 _DEFAULTS = Options()
 _NOTHING = Sequences(active_tokens=[]).checked()
 """What a rank with a fault brings to the gather."""
+_steps_with_totals: Counter[tuple[int, ...] | None] = Counter()
+"""Steps that were planned with passed totals, of each group."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +153,7 @@ def plan_step(
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    Without totals: one all-gather of 17 integers per rank. A second one, of one number and more
+    Without totals: one all-gather of 12 integers per rank. A second one, of one number and more
     per sequence, if ids or weights are passed or the mode (or a shadow) needs every sequence; with
     a weights function one of three numbers. Each is one host sync. A third one only brings an
     error's message to every rank. A sample with more active tokens than the divisor of
@@ -198,20 +203,25 @@ def plan_step(
             fault = message_of(error)
             options = options if isinstance(options, Options) else _DEFAULTS
     which = WhichStep.of(forward_only, iteration)
+    settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
+
+    def counted() -> Table:
+        shadows = options.shadows.values()
+        told = (aggregation, checked, fault, exchange, settings, which)
+        return count_step(*told, shadows=shadows)
+
     if totals is None:
-        counted = _counted(aggregation, checked, fault, exchange, options, which)
-        plan = _weighted(aggregation, checked, counted, exchange, options)
+        plan = _weighted(aggregation, checked, counted(), exchange, options)
     else:
-        if group is not None and is_counted_all_the_same(exchange):
-            counted = _counted(aggregation, checked, fault, exchange, options, which, totals)
-            check_totals(totals, counted)
-        note_step_with_totals(exchange)  # on all ranks alike: what raises below may be one rank's
+        if group is not None and looks_again(_steps_with_totals[exchange.ranks] + 1):
+            check_totals(totals, counted().totals)
+        _steps_with_totals[exchange.ranks] += 1  # on all ranks: what raises below may be one's
         try:
             if fault:
                 raise PlanError(fault)
             known_size = exchange.size if group is not None or _is_alone() else None
-            counted = known_step(checked, totals, known_size)
-            plan = _weighted(aggregation, checked, counted, exchange, options)
+            table = known_step(checked, totals, known_size)
+            plan = _weighted(aggregation, checked, table, exchange, options)
         except PlanError as error:
             raise PlanError(f"{exchange.name()}: {error}") from None
     if plan.counts.is_empty:
@@ -225,25 +235,10 @@ def _is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def _counted(
-    aggregation: Aggregation,
-    sequences: CheckedSequences,
-    fault: str,
-    exchange: Exchange,
-    options: Options,
-    which: WhichStep,
-    totals: StepTotals | None = None,
-) -> StepTotals:
-    """Count the step over the group, whose ranks compare their settings."""
-    settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
-    shadows = options.shadows.values()
-    return count_step(aggregation, sequences, fault, exchange, settings, which, shadows=shadows)
-
-
 def _weighted(
     aggregation: Aggregation,
-    sequences: CheckedSequences,
-    totals: StepTotals,
+    sequences: Checked,
+    table: Table,
     exchange: Exchange,
     options: Options,
 ) -> StepPlan:
@@ -251,16 +246,14 @@ def _weighted(
     plan = StepPlan(
         aggregation=aggregation,
         sequences=sequences,
-        totals=totals,
+        table=table,
         group_ranks=exchange.ranks,
         state=StepState(rejects_tokens=options.rejects_tokens),
     )
     if aggregation.weights_function is not None:
         check_agreement(plan, exchange)
-    if aggregation.mode != CUSTOM:
-        plan.weight_S  # noqa: B018
-    for shadow in options.shadows.values():
-        plan.under(shadow).weight_S  # noqa: B018
+    for one in (plan, *(plan.under(shadow) for shadow in options.shadows.values())):
+        one.weigh()
     return plan
 
 

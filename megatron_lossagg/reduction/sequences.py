@@ -1,4 +1,8 @@
-"""What a caller passes of one optimizer step, and how it is checked.
+"""What a caller passes of one optimizer step: a table of columns, and how each is checked.
+
+Each column is a field of :class:`Sequences` that says what it holds and how it is checked. What
+checks, joins microbatches, leaves out, gathers, compares and counts goes over these fields
+(:func:`columns_of`). Which modes need a column is theirs to say (``Mode.needs``).
 
 Shape suffix: S = sequences of this data-parallel rank in the step.
 """
@@ -6,8 +10,8 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -31,182 +35,15 @@ Ids: TypeAlias = "IntsLike | Sequence[str] | npt.NDArray[np.str_]"
 Kind = Literal["sample", "prompt", "group"]
 Floats = npt.NDArray[np.float64]
 FloatsLike: TypeAlias = "Sequence[float] | npt.NDArray[np.floating[Any]] | Tensor"
+Checked: TypeAlias = Any
+""":class:`Sequences` of which each column is an array ``[S]``, read-only."""
 
-ID_KINDS: tuple[Kind, ...] = ("sample", "prompt", "group")
-GATHERED_FLOATS = ("token_weight_sums", "sequence_weight")
-"""The columns of a step that are no integers."""
 _EXPECTED_IDS = (
     "only integers below 2^63 or only strings, one per sequence: make a string of what is neither, "
     'of a pair f"{a}/{b}"'
 )
 MOST_TOKENS = 2**53
 """The largest count: integers up to it are exact in the float64 of a weight."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """The sequences this data-parallel rank trains on in one optimizer step.
-
-    Counts and ids have one entry per sequence, ``[S]``, on the CPU: a list, a numpy array or a
-    tensor. Counts are complete over context parallelism. Padding sequences are left out. Building
-    one checks nothing and raises nothing: :func:`plan_step` does, so that all ranks fail together.
-
-    Args:
-        active_tokens: n_s: tokens whose loss mask is 1.
-        sample: Id of the sequence's sample, integer or string; None: each sequence is its own
-            sample. Ids are global over the data-parallel group: equal ids on two ranks are one
-            sample.
-        prompt: Id of the sequence's prompt, integer or string, global likewise.
-        microbatch: Index of the sequence's microbatch on this rank; needed by
-            ``microbatch_token_mean``.
-        num_microbatches: M, microbatches with no sequences included; None: the largest
-            ``microbatch`` plus one.
-        token_weight_sums: The sum of the active tokens' weights v_t of each sequence, 0 or from
-            2^-53 to 2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no
-            order.
-        sequence_weight: omega_s, 0 or from 2^-53 to 2^53: it multiplies w_s. Nothing is
-            renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
-            multiplies by it itself (``context.plan.sequences``).
-        left_out: Which sequences leave every count, and weigh 0: bools, such as of groups without
-            a signal. An :class:`Aggregation` with ``count_left_out`` counts and trains them. Their
-            losses are finite all the same: give them the advantage 0, and not 0 / 0.
-        group: Id of the group c of the sequence's sample, such as prompt and sign of the
-            advantage, global likewise; needed by ``balanced``.
-        columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,
-            finite; a weights function reads them, of all ranks' sequences.
-        samples_per_prompt: How many samples each prompt has over the step; a check that ids are
-            global, if passed.
-        sample_count: How many samples the whole step has, over all ranks, if the caller knows it;
-            compared with what is counted.
-        num_padding: How many padding sequences this rank has left out, for the line of the first
-            step and the record; nothing else depends on it.
-
-    Examples:
-        Two turns of one rollout are two sequences of one sample:
-
-        >>> sequences = Sequences(active_tokens=[900, 100, 500], sample=["a", "a", "b"])
-        >>> plan_step(Aggregation("sample_mean"), sequences).weights.tolist()
-        [0.0005, 0.0005, 0.001]
-    """
-
-    active_tokens: IntsLike
-    sample: Ids | None = None
-    prompt: Ids | None = None
-    microbatch: IntsLike | None = None
-    num_microbatches: int | None = None
-    token_weight_sums: FloatsLike | None = None
-    sequence_weight: FloatsLike | None = None
-    left_out: IntsLike | Sequence[bool] | None = None
-    group: Ids | None = None
-    columns: Mapping[str, FloatsLike] | None = None
-    samples_per_prompt: int | None = None
-    sample_count: int | None = None
-    num_padding: int | None = None
-
-    def checked(self) -> CheckedSequences:
-        """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
-        counts = self.active_tokens
-        if not is_tensor(counts) or counts.device.type == "cpu":
-            counts = whole_numbers(counts)  # type: ignore[assignment]
-        n_S = _integers("active_tokens", counts)
-        check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
-        ids: dict[Kind, Ids | None] = {kind: getattr(self, kind) for kind in ID_KINDS}
-        id_S: dict[str, Any] = {
-            kind: None if given is None else _ids(kind, given, len(n_S))
-            for kind, given in ids.items()
-        }
-        m = self.num_microbatches
-        least_m = min(len(n_S), 1)  # sequences lie in one microbatch or more
-        if m is not None and not is_integer(m, lowest=least_m, highest=MOST_TOKENS):
-            raise PlanError(
-                f"got num_microbatches {m!r}, expected an integer from "
-                f"{least_m} to 2^53: pass what the schedule gets"
-            )
-        microbatch_S = None
-        if self.microbatch is not None:
-            microbatch_S = _integers("microbatch", self.microbatch, len(n_S))
-            least = int(microbatch_S.max(initial=-1)) + 1
-            if m is not None and m < least:
-                raise PlanError(
-                    f"microbatch names microbatch {least - 1}, num_microbatches is {m}: indices "
-                    "run from 0 to num_microbatches - 1"
-                )
-            m = least if m is None else m
-        lowest: dict[str, int] = {"samples_per_prompt": 1, "sample_count": 0, "num_padding": 0}
-        numbers: dict[str, Any] = {name: getattr(self, name) for name in lowest}
-        for name, number in numbers.items():
-            if number is not None and not is_integer(number, lowest=lowest[name]):
-                raise PlanError(f"got {name} {number!r}, expected an integer from {lowest[name]}")
-        number = self.samples_per_prompt
-        if number is not None and self.prompt is None:
-            raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
-        sums, weight = self.token_weight_sums, self.sequence_weight
-        return CheckedSequences(
-            active_tokens=n_S,
-            **id_S,
-            microbatch=microbatch_S,
-            num_microbatches=m,
-            token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
-            sequence_weight=None if weight is None else _sequence_weights(weight, len(n_S)),
-            left_out=None if self.left_out is None else _bools("left_out", self.left_out, len(n_S)),
-            columns=_columns(self.columns, len(n_S)),
-            **numbers,
-            string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CheckedSequences:
-    """:class:`Sequences` as read-only arrays: int64 ``[S]``; weights and sums float64."""
-
-    active_tokens: Ints
-    sample: Ints | None
-    prompt: Ints | None
-    group: Ints | None
-    microbatch: Ints | None
-    num_microbatches: int | None
-    token_weight_sums: Floats | None
-    sequence_weight: Floats | None
-    left_out: npt.NDArray[np.bool_] | None
-    columns: Mapping[str, Floats]
-    """Sorted by name; empty if none were passed."""
-    samples_per_prompt: int | None
-    sample_count: int | None
-    num_padding: int | None
-    string_ids: tuple[Kind, ...]
-    """Which ids were strings; hashes stand for them."""
-
-    @property
-    def own(self) -> str:
-        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
-        columns = [f"{name} {one.tobytes().hex()}" for name, one in self.columns.items()]
-        left_out = "" if self.left_out is None else self.left_out.tobytes().hex()
-        given = {"columns": " ".join(columns), "left_out": left_out}
-        return " ".join(f"{name}={hashed(text)}" for name, text in given.items() if text)
-
-    @cached_property
-    def kept(self) -> CheckedSequences:
-        """Those that are not left out."""
-        if self.left_out is None:
-            return self
-        kept_S, given = ~self.left_out, vars(self).items()
-        kept: dict[str, Any] = {k: one[kept_S] for k, one in given if isinstance(one, np.ndarray)}
-        columns = {name: one[kept_S] for name, one in self.columns.items()}
-        return replace(self, **kept | {"columns": columns, "left_out": None})
-
-    @cached_property
-    def in_order(self) -> set[bytes]:
-        """The bytes of all sequences of each microbatch, in order; empty if none was planned."""
-        if self.microbatch is None or not len(self.microbatch):
-            return set()
-        in_order = np.argsort(self.microbatch, kind="stable").astype(np.int64)
-        ends = np.flatnonzero(np.diff(self.microbatch[in_order])) + 1
-        return {own.tobytes() for own in np.split(in_order, ends)}
-
-    def __post_init__(self) -> None:
-        for value in (*vars(self).values(), *self.columns.values()):
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # the weights follow from them
 
 
 def check_sum(what: str, tokens: Ints) -> None:
@@ -268,8 +105,8 @@ def _floats(name: str, values: FloatsLike, length: int) -> Floats:
     return array.astype(np.float64)
 
 
-def _sequence_weights(values: FloatsLike, length: int) -> Floats:
-    weight_S = _floats("sequence_weight", values, length)
+def _check_sequence_weights(weight_S: Floats, n_S: Ints) -> None:
+    """Refuse negative weights, and those that float32 may not hold."""
     is_wrong_S = ~((weight_S == 0) | (weight_S >= 1 / MOST_TOKENS) & (weight_S <= MOST_TOKENS))
     if is_wrong_S.any():
         raise PlanError(
@@ -277,7 +114,6 @@ def _sequence_weights(values: FloatsLike, length: int) -> Floats:
             f"{is_wrong_S.argmax()}, expected 0 or numbers from 2^-53 to 2^53: they multiply w_s, "
             "and a sign belongs into the losses"
         )
-    return weight_S
 
 
 def _bools(name: str, values: Any, length: int) -> npt.NDArray[np.bool_]:
@@ -287,10 +123,8 @@ def _bools(name: str, values: Any, length: int) -> npt.NDArray[np.bool_]:
     return given_S.astype(bool)
 
 
-def _columns(given: object, length: int) -> dict[str, Floats]:
+def _own_columns(given: object, length: int) -> dict[str, Floats]:
     """Copy each column to float64 ``[S]``, sorted by name; raises :class:`PlanError`."""
-    if given is None:
-        return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise PlanError(
             f"got columns {given!r}, expected numbers per sequence by name: pass a dict"
@@ -306,9 +140,8 @@ def _columns(given: object, length: int) -> dict[str, Floats]:
     return columns_S
 
 
-def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
-    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no sum of weights."""
-    sum_S = _floats("token_weight_sums", values, len(n_S))
+def _check_weight_sums(sum_S: Floats, n_S: Ints) -> None:
+    """Refuse what is no sum of weights."""
     # One over a sum is a weight, so that a smaller one could be beyond float32 on one rank only.
     is_sum_S = (sum_S >= 1 / MOST_TOKENS) & (sum_S <= MOST_TOKENS)
     is_wrong_S = ~((sum_S == 0) | is_sum_S) | ((sum_S > 0) & (n_S == 0))
@@ -319,10 +152,9 @@ def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
             "tokens, expected 0 or a number from 2^-53 to 2^53, and 0 for no active token: pass "
             "the sum of the weights of the tokens whose mask is 1"
         )
-    return sum_S
 
 
-def _ids(kind: Kind, ids: Ids, length: int) -> Ints:
+def _ids(kind: str, ids: Ids, length: int) -> Ints:
     if not _are_strings(ids):
         if isinstance(ids, np.ndarray) and ids.dtype == object:
             ids = ids.tolist()
@@ -351,3 +183,307 @@ def _are_strings(ids: object) -> bool:
     if not isinstance(ids, Sequence) or not len(ids):
         return False
     return all(isinstance(one, str) for one in ids)
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of a step holds, and how it is checked."""
+
+    dtype: type[int] | type[float] | type[bool]
+    check: Callable[[Any, Ints], None] | None = None
+    """Looks at the array, next to the active tokens; raises :class:`PlanError`."""
+    is_id: bool = False
+    """Whether equal values are one sample, prompt or group, on any ranks."""
+    is_alone: bool = False
+    """Whether it is one integer of the step, from ``lowest``, and has no entry per sequence."""
+    lowest: int = 0
+    is_named: bool = False
+    """Whether it is a mapping of several by name."""
+    with_totals: bool = False
+    """Whether totals of the step may be passed too, for other ranks' entries matter to none."""
+    at_end: bool = False
+    """Whether context-parallel ranks compare it when the step ends, as they do counts and ids; if
+    not, when it begins."""
+    is_shared: bool = True
+    """Whether ranks tell each other: all entries, or that the integer of the step is one."""
+
+    def read(self, name: str, given: Any, length: int) -> Any:
+        """Copy what was passed to an array ``[S]``; raises :class:`PlanError`."""
+        if self.is_alone:
+            if not is_integer(given, lowest=self.lowest, highest=MOST_TOKENS):
+                raise PlanError(
+                    f"got {name} {given!r}, expected an integer from {self.lowest} to 2^53"
+                )
+            return int(given)
+        if self.is_named:
+            return _own_columns(given, length)
+        if self.is_id:
+            return _ids(name, given, length)
+        reader: Callable[[str, Any, int], Any] = _integers if self.dtype is int else _floats
+        return (_bools if self.dtype is bool else reader)(name, given, length)
+
+
+def column(dtype: type[int] | type[float] | type[bool], **what: Any) -> dict[str, Column]:
+    """Make the metadata of a field that is a column; see :class:`Column`."""
+    return {"column": Column(dtype, **what)}
+
+
+def columns_of(kind: type[Sequences]) -> dict[str, Column]:
+    """Return the columns that a class declares, by name."""
+    return {one.name: one.metadata["column"] for one in fields(kind) if one.metadata}
+
+
+def ids_of(kind: type[Sequences]) -> tuple[str, ...]:
+    """Name the columns of a class that are ids."""
+    return tuple(name for name, one in columns_of(kind).items() if one.is_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """The sequences this data-parallel rank trains on in one optimizer step, or a microbatch's.
+
+    Counts and ids have one entry per sequence, ``[S]``, on the CPU: a list, a numpy array or a
+    tensor. Counts are complete over context parallelism. Padding sequences are left out, or marked.
+    Building one checks and raises nothing: :func:`plan_step` does, so that all ranks fail together.
+
+    Args:
+        active_tokens: n_s: tokens whose loss mask is 1.
+        sample: Id of the sequence's sample, integer or string; None: each sequence is its own
+            sample. Ids are global over the data-parallel group: equal ids on two ranks are one
+            sample.
+        prompt: Id of the sequence's prompt, integer or string, global likewise.
+        group: Id of the group c of the sequence's sample, such as prompt and sign of the
+            advantage, global likewise; needed by ``balanced``.
+        microbatch: Index of the sequence's microbatch on this rank; needed by
+            ``microbatch_token_mean``.
+        num_microbatches: M, microbatches with no sequences included; None: the largest
+            ``microbatch`` plus one.
+        token_weight_sums: The sum of the active tokens' weights v_t of each sequence, 0 or from
+            2^-53 to 2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no
+            order.
+        sequence_weight: omega_s, 0 or from 2^-53 to 2^53: it multiplies w_s. Nothing is
+            renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
+            multiplies by it itself (``context.plan.sequences``).
+        left_out: Which sequences leave every count, and weigh 0: bools, such as of groups without
+            a signal. An :class:`Aggregation` with ``count_left_out`` counts and trains them. Their
+            losses are finite all the same: give them the advantage 0, and not 0 / 0.
+        columns: Numbers of your own for each sequence by name, such as ``{"turns": [3, 1]}``,
+            finite; a weights function reads them, of all ranks' sequences.
+        lengths: Tokens of each sequence, padding included, for an integration's layout.
+        is_padding: 1 for a sequence that only fills a shape: it is in no count, has no position in
+            the step, and is not read but for its length.
+        samples_per_prompt: How many samples each prompt has over the step; a check that ids are
+            global, if passed.
+        sample_count: How many samples the whole step has, over all ranks, if the caller knows it;
+            compared with what is counted.
+        num_padding: How many padding sequences this rank has left out, for the line of the first
+            step and the record; nothing else depends on it.
+
+    Examples:
+        Two turns of one rollout are two sequences of one sample:
+
+        >>> sequences = Sequences(active_tokens=[900, 100, 500], sample=["a", "a", "b"])
+        >>> plan_step(Aggregation("sample_mean"), sequences).weights.tolist()
+        [0.0005, 0.0005, 0.001]
+    """
+
+    active_tokens: IntsLike = field(metadata=column(int, with_totals=True))
+    sample: Ids | None = field(default=None, metadata=column(int, is_id=True))
+    prompt: Ids | None = field(default=None, metadata=column(int, is_id=True))
+    group: Ids | None = field(default=None, metadata=column(int, is_id=True))
+    microbatch: IntsLike | None = field(default=None, metadata=column(int, with_totals=True))
+    num_microbatches: int | None = field(
+        default=None, metadata=column(int, is_alone=True, is_shared=False)
+    )
+    token_weight_sums: FloatsLike | None = field(
+        default=None, metadata=column(float, check=_check_weight_sums, at_end=True)
+    )
+    sequence_weight: FloatsLike | None = field(
+        default=None,
+        metadata=column(float, check=_check_sequence_weights, with_totals=True, at_end=True),
+    )
+    left_out: IntsLike | Sequence[bool] | None = field(default=None, metadata=column(bool))
+    columns: Mapping[str, FloatsLike] | None = field(
+        default=None, metadata=column(float, is_named=True, with_totals=True)
+    )
+    lengths: IntsLike | None = field(default=None, metadata=column(int, is_shared=False))
+    is_padding: IntsLike | Sequence[bool] | None = field(
+        default=None, metadata=column(bool, is_shared=False)
+    )
+    samples_per_prompt: int | None = field(
+        default=None, metadata=column(int, is_alone=True, lowest=1)
+    )
+    sample_count: int | None = field(default=None, metadata=column(int, is_alone=True))
+    num_padding: int | None = field(
+        default=None, metadata=column(int, is_alone=True, is_shared=False)
+    )
+    string_ids: tuple[str, ...] = field(default=(), init=False, repr=False)
+    """Which ids :meth:`checked` has made of strings."""
+
+    def checked(self) -> Checked:
+        """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
+        if self.is_padding is not None:
+            marked = self.listed()
+            num_padding = (self.num_padding or 0) + sum(marked.is_padding)
+            of_sequences = self.with_entries(marked.trained_entries(), num_padding=num_padding)
+            return replace(of_sequences, is_padding=None, lengths=None).checked()
+        counts = self.active_tokens
+        if not is_tensor(counts) or counts.device.type == "cpu":
+            counts = whole_numbers(counts)  # type: ignore[assignment]
+        n_S = _integers("active_tokens", counts)
+        check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
+        found: dict[str, Any] = {}
+        for name, one in columns_of(type(self)).items():
+            given = n_S if name == "active_tokens" else getattr(self, name)
+            found[name] = None if given is None else one.read(name, given, len(n_S))
+            if given is not None and one.check is not None:
+                one.check(found[name], n_S)
+        found |= {"lengths": None}  # of microbatches, for their layouts
+        _check_microbatches(found, len(n_S))
+        if self.samples_per_prompt is not None and self.prompt is None:
+            raise PlanError(
+                f"got samples_per_prompt {self.samples_per_prompt} and no prompt ids: pass prompt="
+            )
+        texts = [kind for kind in ids_of(type(self)) if _are_strings(getattr(self, kind))]
+        checked: Checked = replace(self, **found)
+        checked = checked.with_entries(checked.entries())
+        object.__setattr__(checked, "string_ids", tuple(texts))
+        return checked
+
+    def entries(self) -> dict[str, Any]:
+        """Return what has an entry per sequence and was passed; one's own as ``columns turns``."""
+        found: dict[str, Any] = {}
+        for name, one in columns_of(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                found |= {f"{name} {key}": values for key, values in value.items()}
+            elif value is not None and not one.is_alone:
+                found[name] = value
+        return found
+
+    def with_entries(self, entries: Mapping[str, Any], **others: Any) -> Checked:
+        """Return these with others in place of :meth:`entries`; arrays become read-only."""
+        for name, values in entries.items():
+            if isinstance(values, np.ndarray):
+                values.flags.writeable = False  # the weights follow from them
+            name, is_named, key = name.partition(" ")
+            others[name] = {**others.get(name, {}), key: values} if is_named else values
+        return replace(self, **others)
+
+    def said(self, *, strings: bool) -> list[str]:
+        """Say what every rank passes alike: which columns, and the integers of the step.
+
+        ``strings``: name the ids that were strings too; a rank without sequences has none.
+        """
+        ids, others, alone = [], [], []
+        for name, one in columns_of(type(self)).items():
+            value = getattr(self, name)
+            if one.is_alone and one.is_shared:
+                alone.append(f"{name} {value}")
+            elif one.is_named:
+                others.append(f"the {name} {', '.join(value)}" if value else f"no {name}")
+            elif one.dtype is int and one.is_shared and value is not None:
+                ids.append(f"{name} (strings)" if strings and name in self.string_ids else name)
+            elif one.dtype is not int and one.is_shared:
+                others.append(f"no {name}" if value is None else name)
+        _, *ids = ids  # the first are the active tokens
+        return [f"{', '.join(ids) or 'no'} ids", *others, *alone]
+
+    @property
+    def own(self) -> str:
+        """What context-parallel ranks must pass alike and no count shows, as ``name=hash``."""
+        texts: dict[str, str] = {}
+        for name, values in self.entries().items():
+            of, _, key = name.partition(" ")
+            one = columns_of(type(self))[of]
+            if one.dtype is not int and not one.at_end:
+                texts[of] = f"{texts.get(of, '')} {key} {values.tobytes().hex()}"
+        return " ".join(f"{of}={hashed(text)}" for of, text in texts.items())
+
+    @cached_property
+    def kept(self) -> Checked:
+        """Those that are not left out."""
+        left_out: Any = self.left_out
+        if left_out is None:
+            return self
+        kept = {name: one[~left_out] for name, one in self.entries().items()}
+        return self.with_entries(kept | {"left_out": None})
+
+    @cached_property
+    def in_order(self) -> set[bytes]:
+        """The bytes of all sequences of each microbatch, in order; empty if none was planned."""
+        microbatch_S: Any = self.microbatch
+        if microbatch_S is None or not len(microbatch_S):
+            return set()
+        in_order = np.argsort(microbatch_S, kind="stable").astype(np.int64)
+        ends = np.flatnonzero(np.diff(microbatch_S[in_order])) + 1
+        return {own.tobytes() for own in np.split(in_order, ends)}
+
+    def listed(self) -> Checked:
+        """Return these as lists of one length, padding marked; :func:`plan_step` checks the rest.
+
+        Raises :class:`ValueError` for a count without dimension, and :class:`PlanError`.
+        """
+        n_G = np.asarray(whole_numbers(self.active_tokens))
+        if n_G.ndim != 1:
+            raise ValueError(f"got {n_G.ndim} dimensions, expected one number per sequence")
+        is_padding: Any = [False] * len(n_G) if self.is_padding is None else self.is_padding
+        is_padding = _bools("is_padding", is_padding, len(n_G))
+        marked: Checked = replace(self, active_tokens=n_G, is_padding=is_padding)
+        found = {}
+        for name, values in marked.entries().items():
+            found[name] = values.tolist() if hasattr(values, "tolist") else list(values)
+            if len(found[name]) != len(n_G):
+                raise PlanError(
+                    f"Sequences.{name}: got {len(found[name])} entries, expected {len(n_G)}, one "
+                    "per sequence"
+                )
+        return marked.with_entries(found)
+
+    @staticmethod
+    def of_microbatches(parts: Sequence[Checked], num_microbatches: int) -> Sequences:
+        """Join the microbatches of a step, each :meth:`listed`, without what fills a shape.
+
+        One without ids is one in which no sequence needs any.
+        """
+        kept = [part.trained_entries() for part in parts]
+        names = dict.fromkeys(name for one in kept for name in one)
+        entries = {name: [v for one in kept for v in one.get(name, ())] for name in names}
+        entries |= {"microbatch": [i for i, one in enumerate(kept) for _ in one["active_tokens"]]}
+        first: Sequences = next(iter(parts), Sequences(active_tokens=[]))
+        num_padding = sum(sum(one.is_padding) + (one.num_padding or 0) for one in parts)
+        numbers = {"num_microbatches": num_microbatches, "num_padding": num_padding}
+        joined: Sequences = first.with_entries(entries, is_padding=None, lengths=None, **numbers)
+        return joined
+
+    def trained_entries(self) -> dict[str, Any]:
+        """Return :meth:`entries` of what is :meth:`listed`, without what only fills a shape."""
+        shared = [name for name, one in columns_of(type(self)).items() if one.is_shared]
+        is_padding: Any = self.is_padding
+        return {
+            name: [value for value, pads in zip(values, is_padding, strict=True) if not pads]
+            for name, values in self.entries().items()
+            if name.partition(" ")[0] in shared
+        }
+
+
+ID_KINDS: tuple[Any, ...] = ids_of(Sequences)
+
+
+def _check_microbatches(found: dict[str, Any], num_sequences: int) -> None:
+    """Refuse a microbatch beyond M; M is as many as are named if it was not passed."""
+    m, microbatch_S = found["num_microbatches"], found["microbatch"]
+    if m == 0 and num_sequences:  # which lie in one microbatch or more
+        raise PlanError(
+            "got num_microbatches 0, expected an integer from 1 to 2^53: pass what the schedule "
+            "gets"
+        )
+    if microbatch_S is None:
+        return
+    least = int(microbatch_S.max(initial=-1)) + 1
+    if m is not None and m < least:
+        raise PlanError(
+            f"microbatch names microbatch {least - 1}, num_microbatches is {m}: indices "
+            "run from 0 to num_microbatches - 1"
+        )
+    found["num_microbatches"] = least if m is None else m

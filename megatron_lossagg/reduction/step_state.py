@@ -28,7 +28,7 @@ from megatron_lossagg.reduction.segments import PADDING, SegmentSums
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.microbatch import Microbatch
     from megatron_lossagg.reduction.plan import StepPlan
-    from megatron_lossagg.reduction.sequences import CheckedSequences
+    from megatron_lossagg.reduction.sequences import Checked
 
 LossScale = Callable[[Tensor], Tensor]
 """Multiplies by the loss scale of the moment."""
@@ -85,7 +85,7 @@ class Line:
 
     known: Known
     layout: Layout
-    planned: CheckedSequences
+    planned: Checked
     """The sequences of the step."""
     rejects_tokens: bool
     """Whether a sequence may train fewer tokens than were counted."""

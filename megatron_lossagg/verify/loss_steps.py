@@ -258,9 +258,9 @@ def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighe
         equals=equals,
         causes=[*causes],
         trains=_trains(as_it_is),
-        passed=_BY_TOKEN in by_token.fits and math.isfinite(by_token.weight_sum),
+        passed=by_token.fits_mode(_BY_TOKEN) and math.isfinite(by_token.weight_sum),
     )
 
 
 def _trains(step: Weighed) -> str:
-    return trained(step.factors) if step.is_finalized else ""
+    return "" if step.unknown else trained(step.factors)

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggregationError, ProofError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import count_step
-from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.step_state import StepState
+from megatron_lossagg.reduction.table import count_step
 from megatron_lossagg.verify.reference_gradient import Reference
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class _Tokens:
         return StepPlan(
             aggregation=self.aggregation,
             sequences=sequences,
-            totals=count_step(self.aggregation, sequences, "", Exchange(None)),
+            table=count_step(self.aggregation, sequences),
             group_ranks=None,
             state=StepState(rejects_tokens=True),
         )

@@ -23,7 +23,6 @@ from torch import Tensor
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError, ProofError, ReducerError
 from megatron_lossagg.loop.aggregator import LossAggregator
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.loop.step import Step
@@ -31,6 +30,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.segments import PADDING
+from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.cases import BETA, CASES, Case, columns_of
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -378,9 +378,9 @@ class _Integration(Integration):
         self._poison = poison
         self._main = main
 
-    def sequences(self, data: Batch) -> MicrobatchSequences:
+    def sequences(self, data: Batch) -> Sequences:
         own = [*self._run.sequences, padding_sequence(0)]  # at PADDING, -1
-        return MicrobatchSequences(
+        return Sequences(
             **_counts([own[index] for index in data.sequences], self._case),
             lengths=data.offsets.diff(),
             is_padding=[int(index == PADDING) for index in data.sequences],

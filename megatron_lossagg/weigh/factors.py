@@ -1,9 +1,9 @@
-"""What follows the gradient of a loss, read from live objects: f, and who holds which token.
+"""What is read from live objects: who holds which token, where f is measured, and what f should be.
 
-``f`` is the same for all tokens of a step on a rank. Under Megatron: the gradient buffers' own
-``gradient_scaling_factor``, the mean of a collective that averages, and one over the loss scale;
-that finalize divides by num_tokens is of all ranks, and put in by ``compare``. Under torch's
-DistributedDataParallel: the mean over its group.
+``f`` is the same for all tokens of a step. Under Megatron: the gradient buffers' own
+``gradient_scaling_factor``, and the mean of a collective that averages; that finalize divides by
+num_tokens is of all ranks, and put in by ``compare``. Under torch's DistributedDataParallel: the
+mean over its group.
 
 Sources: ``DistributedDataParallel.__init__`` and ``MegatronOptimizer.scale_loss`` of Megatron-Core;
 ``torch.nn.parallel.DistributedDataParallel``.
@@ -11,9 +11,10 @@ Sources: ``DistributedDataParallel.__init__`` and ``MegatronOptimizer.scale_loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,13 +23,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lossagg.contract.finalize import FinalizeHook, own_finalize
+from megatron_lossagg.contract.finalize import ListeningHook, own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.held_gradients import HeldGradients
 from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.weigh.parameters import Candidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +50,22 @@ class Run(Protocol):
 
     place: Place
 
-    def begin(self, on_finalize: Callable[[Tensor | None], None]) -> None:
-        """Watch the schedule call that follows."""
+    def begin(
+        self, on_finalize: Callable[[Tensor | None], None], after: Callable[[], None]
+    ) -> None:
+        """Watch the schedule call that follows; ``after``: when gradients are finalized."""
 
     def end(self) -> None:
         """Watch no longer."""
 
     def factor(self) -> float:
-        """Return f on this rank but for ``/ num_tokens``; waits for the device."""
+        """Return what f should be but for ``/ num_tokens``."""
+
+    def scale(self) -> Tensor | None:
+        """Return what the schedule multiplies a loss by now; no host sync."""
+
+    def candidates(self) -> Iterator[Candidate]:
+        """List the parameters at which f can be measured."""
 
     def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
         """Return the run with this rank's place in a microbatch, and its layout."""
@@ -93,28 +103,50 @@ class MegatronRun:
             },
             counts=groups.is_last_stage and dist.get_rank(groups.tp_group) == 0,
         )
-        self._hook: FinalizeHook | None = None
-        self._scale: Tensor | None = None
+        self._hook: ListeningHook | None = None
 
-    def begin(self, on_finalize: Callable[[Tensor | None], None]) -> None:
+    def begin(
+        self, on_finalize: Callable[[Tensor | None], None], after: Callable[[], None]
+    ) -> None:
         """Watch the config's finalize function; without one, or held back, nobody finalizes."""
         config = self.chunks[0].config
         own = own_finalize(config)
         if own is not None and not isinstance(getattr(own, "__self__", None), HeldGradients):
-            self._hook = FinalizeHook(config, on_finalize)
+            self._hook = ListeningHook(config, on_finalize, after)
 
     def end(self) -> None:
-        """Put the config's own function back, and keep the loss scale, which a step may change."""
+        """Put the config's own function back."""
         if self._hook is not None:
             self._hook.end()
             self._hook = None  # which knows who weighs, and so the copies of gradients
+
+    def scale(self) -> Tensor | None:
+        """Return the loss scale."""
         chunk = self.chunks[-1]
-        if chunk.config.grad_scale_func is not None:
-            device = next((parameter.device for parameter in chunk.parameters()), None)
-            self._scale = chunk.config.grad_scale_func(torch.ones((), device=device))
+        if chunk.config.grad_scale_func is None:
+            return None
+        device = next((parameter.device for parameter in chunk.parameters()), None)
+        scale: Tensor = chunk.config.grad_scale_func(torch.ones((), device=device))
+        return scale
+
+    def candidates(self) -> Iterator[Candidate]:
+        """List the parameters of all chunks; of a distributed optimizer each rank has a part."""
+        stage, tp_rank = dist.get_rank(self.groups.pp_group), dist.get_rank(self.groups.tp_group)
+        for number, chunk in enumerate(self.chunks):
+            is_sharded = getattr(chunk.ddp_config, "use_distributed_optimizer", False)
+            for name, parameter in chunk.named_parameters():
+                # Under sequence parallelism each of them has the gradient of its own tokens.
+                is_summed = getattr(parameter, "sequence_parallel", False)
+                is_summed &= bool(chunk.config.sequence_parallel)
+                yield Candidate(
+                    name=f"{number} {name}",
+                    parameter=parameter,
+                    place=(stage, -1 if is_summed else tp_rank),
+                    owned=partial(_owned, chunk if is_sharded else None),
+                )
 
     def factor(self) -> float:
-        """Multiply the dense buffers' own factor, the collective's mean and 1 / loss scale.
+        """Multiply the dense buffers' own factor and the collective's mean.
 
         Without dense buffers on this rank: what Megatron would give them.
         """
@@ -125,7 +157,7 @@ class MegatronRun:
             factor = float(buffers[0].gradient_scaling_factor)
             if getattr(chunk.ddp_config, "average_in_collective", False):
                 factor /= size
-        return factor if self._scale is None else factor / float(self._scale)
+        return factor
 
     def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
         """Return this run, but with dynamic context parallelism, whose microbatches have groups.
@@ -162,29 +194,58 @@ class TorchRun:
     ``group``: that group; None for a model on one process.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, modules: Iterable[Any]) -> None:
+        self._modules = [one for one in modules if isinstance(one, torch.nn.Module)]
         self._size = 1 if group is None else dist.get_world_size(group)
         sizes = {"DP": self._size, "CP": 1, "TP": 1, "PP": 1}
         dp_rank = 0 if group is None else dist.get_rank(group)
         self.place = Place(dp_rank=dp_rank, cp_rank=0, sizes=sizes, counts=True)
 
-    def begin(self, on_finalize: Callable[[Tensor | None], None]) -> None:
+    def begin(
+        self, on_finalize: Callable[[Tensor | None], None], after: Callable[[], None]
+    ) -> None:
         """Count the step as finalized: the backward pass reduces."""
         on_finalize(None)
 
     def end(self) -> None:
         """Do nothing."""
 
+    def scale(self) -> Tensor | None:
+        """Return None: who calls backward says by what a loss was multiplied."""
+        return None
+
+    def candidates(self) -> Iterator[Candidate]:
+        """List the parameters."""
+        for number, module in enumerate(self._modules):
+            for name, parameter in module.named_parameters():
+                yield Candidate(name=f"{number} {name}", parameter=parameter)
+
     def factor(self) -> float:
         """Return one over the size of the group."""
         return 1 / self._size
 
     def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
-        """Return this run."""
-        return self
+        """Return the run whose ranks of this group hold parts of the same sequences."""
+        ranks = [] if cp_group is None else dist.get_process_group_ranks(cp_group)
+        if len(ranks) < 2:
+            return self
+        run, size, sizes = copy(self), len(ranks), self.place.sizes
+        is_next = max(ranks) - min(ranks) == size - 1
+        run.place = replace(
+            self.place,
+            dp_rank=min(ranks) // (size if is_next else 1),
+            cp_rank=dist.get_rank(cp_group),
+            sizes={**sizes, "DP": self._size // size, "CP": size},
+        )
+        return run
 
     def layout(self, shape: tuple[int, ...], cu_seqlens: IntsLike | None) -> Layout:
         """Return the layout of packed sequences, or of a batch whose entries are sequences."""
+        if cu_seqlens is not None and self.place.sizes["CP"] > 1:
+            raise ContractError(
+                "got cu_seqlens with a cp_group outside of Megatron, expected lengths=: pass how "
+                "many tokens of each sequence this rank holds"
+            )
         if cu_seqlens is not None:
             return Layout.thd_zigzag(_offsets(cu_seqlens), cp_size=1, cp_rank=0)
         b, s = shape if len(shape) == 2 else (1, *shape)
@@ -204,7 +265,7 @@ def run_of(model: Any) -> Run:
                 f"got a model in torch's DistributedDataParallel over {size} of {world} ranks, "
                 "expected all: who trains which sequence in other groups is not known"
             )
-        return TorchRun(model.process_group)
+        return TorchRun(model.process_group, [model])
     chunks = [*model] if isinstance(model, (list, tuple)) else [model]
     # torch's modules have a method of the name; FSDP's wrappers in Megatron have no such list.
     if chunks and all(isinstance(getattr(chunk, "buffers", None), list) for chunk in chunks):
@@ -214,7 +275,24 @@ def run_of(model: Any) -> Run:
             f"got {[type(chunk).__name__ for chunk in chunks]}, expected a model in Megatron's or "
             "torch's DistributedDataParallel: pass what the schedule gets, or what wraps the model"
         )
-    return TorchRun(None)
+    return TorchRun(None, chunks)
+
+
+def _owned(chunk: Any, gradient: Tensor) -> tuple[int, int]:
+    """Return which entries of a reduced gradient this rank has.
+
+    ``chunk``: if a distributed optimizer scatters them; else None, and it has all.
+    """
+    size, at = gradient.element_size(), gradient.data_ptr()
+    for group in () if chunk is None else chunk.bucket_groups:
+        of = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            offset = (at - bucket.grad_data.data_ptr()) // size
+            if 0 <= offset < bucket.grad_data.numel():
+                shard = bucket.grad_data.numel() // dist.get_world_size(of)
+                first = dist.get_rank(of) * shard - offset
+                return first, first + shard
+    return 0, gradient.numel()
 
 
 def _offsets(cu_seqlens: IntsLike) -> Tensor:

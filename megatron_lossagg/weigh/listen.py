@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,14 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
-def listen(tensor: Tensor, arrived: list[Tensor]) -> bool:
+class Keeps(Protocol):
+    """A list of gradients, or what keeps them as one does."""
+
+    def append(self, gradient: Tensor, /) -> None:
+        """Keep a gradient."""
+
+
+def listen(tensor: Tensor, arrived: Keeps) -> bool:
     """Append to ``arrived`` a copy of each gradient that arrives at a tensor with a graph.
 
     Whatever is done to the tensor in place afterwards, and not what ``torch.autograd.grad`` is
@@ -27,7 +35,7 @@ def listen(tensor: Tensor, arrived: list[Tensor]) -> bool:
     return node is not None
 
 
-def _keep(arrived: list[Tensor], number: int, gradients: Sequence[Tensor | None]) -> None:
+def _keep(arrived: Keeps, number: int, gradients: Sequence[Tensor | None]) -> None:
     gradient = gradients[number]
     if gradient is not None:
         arrived.append(gradient.detach().clone())

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import prod
 
 
 def equal_products(
-    factor: float, sizes: Mapping[str, int], others: Mapping[str, int], *, tolerance: float
+    factor: float, sizes: Mapping[str, int], others: Mapping[str, float], *, tolerance: float
 ) -> list[str]:
     """Name the products of ``sizes``, and ``others`` by themselves, that equal a factor.
 
     Also their inverse, as ``1/(M DP)``; the shortest first.
     """
     names = [name for name, size in sizes.items() if size > 1]
-    products = {**others} | {
+    products: dict[str, float] = {**others} | {
         " ".join(chosen): prod(sizes[name] for name in chosen)
         for number in range(1, len(names) + 1)
         for chosen in combinations(names, number)
@@ -28,6 +28,65 @@ def equal_products(
         if abs(factor * value - 1) < tolerance
     ]
     return sorted(found + inverse, key=len)
+
+
+def quotients(
+    factor: float,
+    sizes: Mapping[str, float],
+    counts: Mapping[str, float],
+    *,
+    tolerance: float,
+    most: int = 4,
+) -> tuple[int, list[str]]:
+    """Name the quotients of ``sizes`` and ``counts`` that equal a factor: ``N/(M DP CP)``.
+
+    A size may stand in it twice, one count above and one below the line. Returns the fewest factors
+    of which one is made, at most ``most``, and all of so many, the shortest name first.
+    """
+    terms = [(name, value, 2) for name, value in sizes.items() if value > 1]
+    terms += [(name, value, 1) for name, value in counts.items() if value > 1]
+    for number in range(1, most + 1):
+        found = [
+            _quotient(powers)
+            for powers in _powers([(name, power) for name, _, power in terms], number)
+            if sum(powers.get(name, 0) > 0 for name in counts) <= 1
+            and sum(powers.get(name, 0) < 0 for name in counts) <= 1
+            and is_near(
+                prod(value ** powers.get(name, 0) for name, value, _ in terms), factor, tolerance
+            )
+        ]
+        if found:
+            return number, sorted(found, key=lambda name: (name.count("^"), len(name)))
+    return 0, []
+
+
+def _value(terms: Sequence[tuple[str, float, int]], powers: Mapping[str, int]) -> float:
+    return prod(value ** powers.get(name, 0) for name, value, _ in terms)
+
+
+def _powers(terms: Sequence[tuple[str, int]], number: int) -> Iterator[dict[str, int]]:
+    """List the powers of terms whose sizes sum to a number."""
+    if not terms:
+        if not number:
+            yield {}
+        return
+    (name, most), *others = terms
+    for power in range(-min(most, number), min(most, number) + 1):
+        for rest in _powers(others, number - abs(power)):
+            yield {name: power, **rest} if power else rest
+
+
+def _quotient(powers: Mapping[str, int]) -> str:
+    above, below = (
+        [name if size == 1 else f"{name}^{size}" for name, size in of]
+        for of in (
+            [(name, power) for name, power in powers.items() if power > 0],
+            [(name, -power) for name, power in powers.items() if power < 0],
+        )
+    )
+    line = " ".join(above) or "1"
+    under = " ".join(below)
+    return line + (f"/({under})" if len(below) > 1 else f"/{under}" if below else "")
 
 
 def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:

@@ -10,6 +10,11 @@ from typing import Any
 from megatron_lossagg.weigh.compare import Weighed, WeighedSequence
 
 _MOST = 3
+_LEGEND = "  # has a weight, . has none, ! has one outside of the mask, 0 has none in it"
+_READ = (
+    "what gradients are multiplied by after the losses could not be measured, for no small "
+    "parameter had a gradient of its own, and is what Megatron's or torch's own code does"
+)
 
 
 def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> str:
@@ -26,6 +31,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         f"sum of all weights: {step.weight_sum:.8g}",
         _wrapped("verdict: ", step.verdict),
         *[_wrapped("cause: ", cause) for cause in step.causes],
+        *([] if step.is_measured or not step.weight_sum else [_wrapped("read: ", _READ)]),
         "",
         "weight of a token, relative to  smallest   largest",
     ]
@@ -33,13 +39,20 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         lines.append(f"  {name:<28}{low:>10.4g}{high:>10.4g}")
     if step.inside > 1 + 1e-6:
         lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
+    if step.lacks:
+        needed = ", ".join(f"{name} ({what})" for name, what in step.lacks.items())
+        lines.append(_wrapped("  not compared: ", needed))
+    if step.shown:
+        lines += ["", _wrapped("positions of ", step.shown), _LEGEND]
     relative = sorted(zip(step.relative, step.sequences, strict=True), key=lambda pair: pair[0])
     if relative and step.trains is None:
         shown = relative if len(relative) <= 2 * _MOST else relative[:_MOST] + relative[-_MOST:]
         head, end = "sequence (rank/microbatch/number)", f"  tokens  relative to {step.nearest}"
         names = [_name(sequence)[: 79 - len(end)] for _, sequence in shown]
         width = max(32, *map(len, names))
-        lines += ["", f"{head:<{width + 1}}{end}"]
+        what = f"{len(shown)} of {len(relative)} sequences, those with the smallest and the largest"
+        lines += ["", f"{what if len(shown) < len(relative) else 'all sequences, by'} mean weight"]
+        lines.append(f"{head:<{width + 1}}{end}")
         for name, (ratio, sequence) in zip(names, shown, strict=True):
             lines.append(f"  {name:<{width}}{sequence.tokens:>7}{ratio:>10.4g}")
     if step.trains is None and advises:
@@ -61,6 +74,11 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "tokens": step.tokens,
         "num_empty": step.num_empty,
         "weight_sum": step.weight_sum,
+        "unknown": step.unknown,
+        "outside": step.outside,
+        "missed": step.missed,
+        "lacks": dict(step.lacks),
+        "is_measured": step.is_measured,
         "trains": step.trains,
         "fits": [*step.fits],
         "nearest": step.nearest,

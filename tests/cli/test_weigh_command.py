@@ -2,11 +2,12 @@
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.cli.weigh import _printed
+from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet
 from megatron_lossagg.cli.weighed_picture import drawn, figure_of
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
@@ -26,9 +27,26 @@ def test_a_script_that_is_not_there_is_named(capsys, monkeypatch):
 
 def test_only_a_mode_that_weights_show_can_be_expected(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["weigh", "--expect", "prompt_mean", "pretrain_gpt.py"])
+        main(["weigh", "--expect", "token_mean,own_weights", "pretrain_gpt.py"])
     assert ended.value.code == 2
     assert "token_mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "named"), [("--picture", "--picture"), ("--pikture=x", "--picture")]
+)
+def test_an_option_after_the_script_is_named_before_anything_starts(option, named, capsys):
+    assert main(["weigh", "pretrain_gpt.py", "--lr", "0.1", option, "x.svg"]) == 2
+    assert f"lossagg weigh {named} ... pretrain_gpt.py" in capsys.readouterr().err
+
+
+def test_the_report_stands_below_what_training_prints_with_its_files(capsys, tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text("{}")
+    _print_again(weighed(1 / 6, 1 / 6), Namespace(json=file, picture=None), 3)
+    out = capsys.readouterr().out
+    assert out.startswith("weighed step 3: 6 tokens")
+    assert out.splitlines()[-1] == f"written: {file}"
 
 
 def weighed(*weights, num_empty=0):
@@ -43,12 +61,13 @@ def weighed(*weights, num_empty=0):
             weight_sum=(2 * number + 2) * w,
             weight_min=w,
             weight_max=w,
+            sample=number,
         )
         for number, w in enumerate(weights)
     ]
     nothing = {"tokens": 0, "weight_sum": 0.0, "weight_min": 0.0, "weight_max": 0.0}
     parts += [
-        Part(dp_rank=0, cp_rank=0, microbatch=1, sequence=number, **nothing)
+        Part(dp_rank=0, cp_rank=0, microbatch=1, sequence=number, sample=-1 - number, **nothing)
         for number in range(num_empty)
     ]
     sizes = {"M": 1, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
@@ -103,3 +122,27 @@ def test_the_curve_of_a_sample_mean_counts_the_empty_sequences_that_it_trains(b)
     curves = {line.get_label(): line for line in figure_of(step, number=1).axes[0].lines}
     drawn_weights = curves["sample_mean"].get_ydata()
     assert [*drawn_weights][::50] == pytest.approx([6 / (2 * b), 6 / (4 * b)])
+
+
+def step_of(*weights, is_measured=True):
+    return replace(weighed(*weights), is_measured=is_measured)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected", "trust", "says"),
+    [
+        (step_of(1 / 6, 1 / 6), "token_mean", False, ""),
+        (step_of(1 / 6, 1 / 6), "sample_mean", False, "the verdict is: trains token_mean"),
+        (step_of(1 / 2), "token_mean", False, "does not tell token_mean from sample_mean"),
+        (step_of(1 / 2), "token_mean,sample_mean", False, ""),
+        (step_of(1 / 6, 1 / 6), "prompt_mean", False, "prompt_mean needs prompt"),
+        (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", False, "pass --trust"),
+        (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", True, ""),
+    ],
+)
+def test_what_is_expected_is_met_by_a_step_that_tells_it_from_other_modes(
+    step, expected, trust, says
+):
+    unmet = _unmet(step, Namespace(expect=_compared(expected), trust=trust))
+    assert says in unmet
+    assert bool(unmet) == bool(says)

@@ -32,7 +32,7 @@ from megatron_lossagg.contract.engine import megatron_version
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.sequences import ID_KINDS
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify.world import split_world
 
 

@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.options import Options
@@ -153,7 +152,7 @@ class Slices(Integration):
         self.mask = torch.tensor(mask)
 
     def sequences(self, data):
-        return MicrobatchSequences(active_tokens=ACTIVE, lengths=[8, 4])
+        return Sequences(active_tokens=ACTIVE, lengths=[8, 4])
 
     def loss(self, loss_func, output):
         return FrameworkLoss(losses=output, mask=self.mask, returned=loss_func(output))

@@ -128,7 +128,7 @@ def test_the_exit_status_holds_a_run_to_a_mode(weigh, tmp_path, mode, status):
     else:
         before = ["--weigh", str(tmp_path / "weighed.json"), *options]
         out = weigh.plain("sft", *PER_TOKEN, processes=2, before=before, fails=True)
-        assert "expected sample_mean, and the run trains token_mean" in out
+        assert "expected sample_mean, and the verdict is: trains token_mean" in out
 
 
 def test_stop_ends_the_run_after_the_weighed_steps(weigh):

@@ -21,9 +21,9 @@ from hooked_loop import (
 )
 
 from megatron_lossagg.integrations.bridge import BridgeIntegration
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.sequences import Sequences
 
 
 class Slots:
@@ -118,7 +118,7 @@ class Floats(BridgeIntegration):
     def sequences(self, data):
         found = super().sequences(data)
         counts = torch.as_tensor(found.active_tokens).float()
-        return MicrobatchSequences(active_tokens=counts, lengths=found.lengths)
+        return Sequences(active_tokens=counts, lengths=found.lengths)
 
 
 class Rejecting(BridgeIntegration):
@@ -127,7 +127,7 @@ class Rejecting(BridgeIntegration):
     def sequences(self, data):
         found = super().sequences(data)
         lengths = torch.as_tensor(found.lengths)
-        return MicrobatchSequences(active_tokens=lengths, lengths=lengths)
+        return Sequences(active_tokens=lengths, lengths=lengths)
 
 
 def of_data(read):

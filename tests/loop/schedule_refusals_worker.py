@@ -25,8 +25,8 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
 from megatron_lossagg.integrations import bridge, megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.sequences import Sequences
 
 
 def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, stock):
@@ -133,7 +133,7 @@ def check_dynamic_context_parallelism_is_refused_where_no_parts_are_counted(chun
 def check_an_integration_without_lengths_is_refused(chunk, stock):
     class NoLengths(PretrainIntegration):
         def sequences(self, data):
-            return MicrobatchSequences(active_tokens=data["loss_mask"].sum(1))
+            return Sequences(active_tokens=data["loss_mask"].sum(1))
 
     with refused(ContractError, "NoLengths.sequences gave no lengths"):
         run(ScheduleHook(SAMPLE_MEAN, NoLengths()).wrap(stock), chunk, batches(0))

@@ -87,6 +87,21 @@ def check_counts_that_the_first_tensor_parallel_rank_lacks_are_an_error_on_all()
         assert None not in message_by_rank(aggregator, counts)
 
 
+def check_a_step_takes_sequences_and_columns_as_keywords():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        given = Sequences(active_tokens=[3, 2], sample=["a", "b"])
+        step = aggregator.step(given, prompt=[1, 1], num_microbatches=1, forward_only=True)
+        sequences = step.plan.sequences
+        step.end()
+        assert (sequences.string_ids, sequences.prompt.tolist()) == (("sample",), [1, 1])
+        assert (sequences.active_tokens.tolist(), sequences.num_microbatches) == ([3, 2], 1)
+        other = Sequences(active_tokens=[3], num_microbatches=2)
+        (message,) = set(message_by_rank(aggregator, {"active_tokens": other}))
+        assert "got num_microbatches 1 and Sequences(num_microbatches=2)" in message, message
+        with pytest.raises(TypeError, match="turns"):
+            aggregator.step([3], turns=[1], num_microbatches=1)
+
+
 def check_an_earlier_stage_ignores_counts_that_only_some_of_its_ranks_pass():
     """A rank of it that planned them would wait for the others."""
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from megatron_lossagg import Aggregation, Layout
+from megatron_lossagg import Aggregation, Layout, Sequences
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.loop.buffer import MicrobatchSequences, StepBuffer
+from megatron_lossagg.loop.buffer import StepBuffer
 from megatron_lossagg.reduction.options import Options
 
 
@@ -145,7 +145,7 @@ def test_a_microbatch_without_sequences_needs_no_ids_and_one_with_sequences_does
 
     def of_samples(rows):
         active, *samples = zip(*rows, strict=True) if rows else ([],)
-        return MicrobatchSequences(active_tokens=active, sample=samples[0] if rows else None)
+        return Sequences(active_tokens=active, sample=samples[0] if rows else None)
 
     rows = [[(2, "a"), (2, "a")], [], [(3, "b")]]
     ids = {"a": 8, "b": 9}
@@ -156,7 +156,7 @@ def test_a_microbatch_without_sequences_needs_no_ids_and_one_with_sequences_does
 
     def of_some(rows):
         known = of_samples(rows)
-        return known if known.sample != (None,) else MicrobatchSequences(active_tokens=[3])
+        return known if known.sample != (None,) else Sequences(active_tokens=[3])
 
     with pytest.raises(PlanError, match="sample: got 2 entries, expected 3, one per sequence"):
         StepBuffer(iter(forgotten), 3).plan(Aggregation("sample_mean"), of_some)
@@ -164,7 +164,7 @@ def test_a_microbatch_without_sequences_needs_no_ids_and_one_with_sequences_does
 
 def test_paddings_are_numbered_as_no_sequences():
     def sequences(data):
-        return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)
+        return Sequences(active_tokens=[1, 0, 2], is_padding=data)
 
     buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
     buffer.plan(Aggregation("token_mean"), sequences)

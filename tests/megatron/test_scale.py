@@ -14,7 +14,7 @@ from benchmarks.scale_report import NO_IDS, WITH_IDS
 
 pytestmark = pytest.mark.launches
 
-BYTES_PER_RANK, BYTES_PER_SEQUENCE = 136, 16
+BYTES_PER_RANK, BYTES_PER_SEQUENCE = 96, 16
 PROCESSES = 4
 BUSY = 0.5
 """Seconds by which a wait may be shorter than the group's timeout."""
@@ -49,7 +49,7 @@ def lost():
 @pytest.mark.parametrize(
     ("workload", "per_sequence"), [(NO_IDS, 0), (WITH_IDS, BYTES_PER_SEQUENCE)]
 )
-def test_plan_step_brings_136_bytes_per_rank_and_16_per_sequence_with_prompt_ids(
+def test_plan_step_brings_96_bytes_per_rank_and_16_per_sequence_with_prompt_ids(
     costs, workload, per_sequence
 ):
     for point in costs[workload]:

@@ -14,7 +14,7 @@ from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 
 def fails_on_one_rank(counts):

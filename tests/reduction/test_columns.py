@@ -8,7 +8,7 @@ import pytest
 import torch
 from own_columns import mean_of_teachers, per_row, per_turn
 
-from megatron_lossagg import Aggregation, Layout, MicrobatchSequences, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 
 TURNS, TEACHER = [2, 1, 4, 1], [0, 0, 5, 3]
@@ -95,7 +95,7 @@ def test_a_column_that_is_missing_or_is_none_is_refused(columns, message):
 
 def test_a_microbatch_gives_columns_of_its_segments_without_padding():
     given = {"active_tokens": [3, 2, 0], "is_padding": [0, 0, 1]}
-    microbatch = MicrobatchSequences(**given, columns={"turns": [1, 4, 0]}).checked()
-    assert microbatch.of_sequences("columns", "turns") == [1, 4]
-    with pytest.raises(ValueError, match=r"turns: got shape \(2,\), expected \(3,\)"):
-        MicrobatchSequences(**given, columns={"turns": [1, 4]}).checked()
+    microbatch = Sequences(**given, columns={"turns": [1, 4, 0]}).checked()
+    assert microbatch.columns["turns"].tolist() == [1, 4]
+    with pytest.raises(PlanError, match=r"columns turns: got 2 entries, expected 3"):
+        Sequences(**given, columns={"turns": [1, 4]}).checked()

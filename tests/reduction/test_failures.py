@@ -34,7 +34,7 @@ from megatron_lossagg.errors import (
 )
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from step_data import assign, make_sequences
 from megatron_lossagg import (
     Aggregation,
     Layout,
-    MicrobatchSequences,
     Options,
     Sequences,
     StepTotals,
@@ -59,8 +58,8 @@ def test_the_others_weigh_as_if_it_had_not_been_passed(name):
     assert found.weight_S[KEPT].tolist() == wanted.weight_S.tolist()
     assert not found.weight_S[LEFT_OUT].any()
     assert found.expected_weight == wanted.expected_weight
-    assert found.counted.known == {
-        **wanted.counted.known,
+    assert found.counted == {
+        **wanted.counted,
         "left_out": sum(LEFT_OUT),
     }
     kept = ~found.is_left_out_S
@@ -157,17 +156,18 @@ def test_what_is_no_bool_is_refused(left_out, message):
 
 def test_what_is_left_out_elsewhere_is_not_known_with_totals():
     sequences = Sequences(active_tokens=[1, 2], left_out=[True, False])
-    with pytest.raises(PlanError, match="only counting finds what other ranks leave out"):
+    with pytest.raises(PlanError, match="got totals= and left_out=, but only counting"):
         plan_step(Aggregation("token_mean"), sequences, totals=StepTotals(active_tokens=3))
     with pytest.raises(AggregationError, match="got count_left_out 1, expected True or False"):
         Aggregation("token_mean", count_left_out=1)
 
 
 def test_a_microbatch_says_which_of_its_segments_are_left_out():
-    microbatch = MicrobatchSequences(
+    microbatch = Sequences(
         active_tokens=[3, 2, 0], is_padding=[0, 0, 1], left_out=[True, False, False]
     )
-    assert microbatch.checked().of_sequences("left_out") == [1, 0]
+    assert microbatch.checked().left_out.tolist() == [True, False]
+    assert microbatch.checked().num_padding == 1
 
 
 def test_a_step_of_which_all_is_left_out_is_no_error():

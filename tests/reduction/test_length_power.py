@@ -5,7 +5,7 @@ import pytest
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 LENGTHS = [2000, 500, 8000, 1500, 3000, 1000, 0, 4000, 1, 500]
 SAMPLE = [0, 0, 1, 2, 3, 4, 5, 6, 7, 6]

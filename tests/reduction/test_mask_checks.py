@@ -136,6 +136,22 @@ def test_a_segment_named_as_padding_whose_mask_is_1_is_refused(device, rejects_t
 
 
 @DEVICES
+@pytest.mark.parametrize("rejects_tokens", [False, True])
+@pytest.mark.parametrize("lengths", [(0, 6), (0, 0, 6)], ids=["one", "two"])
+def test_tokens_of_an_empty_first_segment_are_not_those_of_the_next(
+    lengths, rejects_tokens, device
+):
+    """It was counted with 1 token, and the last segment trains 1 more than was counted."""
+    none = [0] * (len(lengths) - 2)
+    plan = a_plan((1, *none, 3), rejects_tokens=rejects_tokens)
+    message = f"segment {len(lengths) - 1} trains 4 tokens, the plan counted 3"
+    with pytest.raises(ReducerError, match=message):
+        checked(plan, [1, 1, 1, 1, 0, 0], device, range(len(lengths)), thd(*lengths))
+    right = a_plan((0, *none, 4), rejects_tokens=rejects_tokens)
+    checked(right, [1, 1, 1, 1, 0, 0], device, range(len(lengths)), thd(*lengths))
+
+
+@DEVICES
 def test_a_mask_that_selects_fewer_tokens_is_refused_unless_declared(device):
     checked(a_plan((4, 2), rejects_tokens=True), MASK, device)
     message = "segment 0 trains 3 tokens, the plan counted 4 for its sequence 0: .*rejects-tokens"
@@ -225,6 +241,7 @@ SEQUENCES = {
     "below the padding sequence": ([0, -2], "sequence -2 is not one"),
     "fractions": ([0.0, 1.0], "sequences: got .* expected integers in one dim"),
     "two dimensions": ([[0, 1]], "sequences: got .* expected integers in one dim"),
+    "lists of two lengths": ([[0], [1, 0]], "sequences: got .* expected integers in one dim"),
 }
 
 

@@ -250,7 +250,7 @@ def test_counts_are_whole_numbers_of_any_type(counts):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_a_plan_can_be_copied_and_pickled(copied):
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[3, 1]))
-    assert plan.counts.samples == 2
+    assert plan.counts.B == 2
     again = copied(plan)
     assert again.weights.tolist() == plan.weights.tolist() == [1 / 6, 1 / 2]
     assert again.under("token_mean").weights.tolist() == [1 / 4, 1 / 4]

@@ -11,7 +11,7 @@ from reducing import weights_of
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 BAD = {
     "negative counts": (

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 
 def test_known_totals_may_be_those_of_an_empty_step():

@@ -9,7 +9,7 @@ from test_partial_losses import check_partial_losses
 from megatron_lossagg import Sequences, plan_step
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import ID_KINDS
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 

@@ -69,27 +69,37 @@ def with_empty(weight, *places):
 
 
 @pytest.mark.parametrize(
-    ("weight", "trains"),
+    ("weight", "mode", "k"),
     [
-        (lambda n_mb, n: 1 / (3 * n), "sample_mean"),  # they are padding, or not counted
-        (lambda n_mb, n: 1 / (4 * n), "sample_mean with 1 empty"),
-        (lambda n_mb, n: 1 / (5 * n), "sample_mean with 2 empty"),
-        (lambda n_mb, n: 1 / 5, "sample_sum with 2 empty"),
+        (lambda n_mb, n: 1 / (4 * n), "sample_mean", 1),
+        (lambda n_mb, n: 1 / (5 * n), "sample_mean", 2),
+        (lambda n_mb, n: 1 / 5, "sample_sum", 2),
     ],
 )
-def test_a_mode_over_samples_may_count_some_sequences_without_a_token(weight, trains):
+def test_a_number_of_empty_sequences_that_nobody_told_is_a_hint_only(weight, mode, k):
     step = compare(with_empty(weight, (0, 2), (1, 1)))
-    assert (step.trains, step.num_empty, step.causes) == (trains, 2, ())
-    mode, *others = trains.split(" with ")
-    assert step.nearest == mode
-    assert step.counted_empty == (int(others[0].split()[0]) if others else 0)
-    assert step.fits_mode(mode)
-    assert not step.fits_mode("token_sum")
-    assert step.factor == pytest.approx(3 / (3 + step.counted_empty))
-    assert [sequence.tokens for sequence in step.sequences] == [3, 5, 4]
+    assert (step.trains, step.num_empty) == (None, 2)
+    assert f"or {mode}, if B counts {k} of 2 empty sequences: pass sample=" in step.causes
+    assert not step.fits_mode(mode)
     assert "12 tokens in 3 sequences and 2 empty" in text(step)
-    without = f", {step.factor:.6g} times {mode} without"
-    assert f"verdict: trains {trains}{without * (step.counted_empty > 0)}" in text(step)
+
+
+@pytest.mark.parametrize("times", [1, 0.1])
+@pytest.mark.parametrize("b", [3, 5])
+def test_empty_samples_are_counted_or_not_where_their_ids_are_known(times, b):
+    (one,) = with_empty(lambda n_mb, n: times / (b * n), (0, 2), (1, 1), (1, 2))
+    ids = ["a", "b", "c", "d", "e", None]  # the last one is padding
+    parts = [replace(part, sample=name) for part, name in zip(one.parts, ids, strict=True)]
+    step = compare([replace(one, parts=parts)])
+    name = "sample_mean" if b == 5 else "sample_mean without its 2 empty"
+    assert step.factors[name] == pytest.approx(times)
+    assert step.fits_mode("sample_mean") == (times == 1)
+    assert step.num_empty == 3
+    if times == 1:
+        assert (step.trains, step.counted_empty) == (name, 2 * (b == 5))
+    else:
+        assert step.nearest == "sample_mean"
+        assert not [cause for cause in step.causes if "if B counts" in cause]
 
 
 @pytest.mark.parametrize("factor", [1 / 6, 3 / 4.5, 3 / 2, -3 / 4])
@@ -108,7 +118,7 @@ def test_a_factor_of_the_sizes_may_be_a_count_of_empty_sequences_and_is_not_trai
     assert (step.trains, step.factor) == (None, pytest.approx(1 / 2))
     assert step.causes == (
         "a constant factor on sample_mean: 0.5 = 1/M",
-        "or sample_mean, if B counts 3 of 3 empty sequences",
+        "or sample_mean, if B counts 3 of 3 empty sequences: pass sample=",
     )
 
 
@@ -124,9 +134,11 @@ def test_in_a_large_step_a_factor_is_no_count_unless_it_is_one_to_six_digits(fac
     parts += [replace(parts[0], microbatch=1, sequence=number, **nothing) for number in range(1024)]
     (one,) = ranks(lambda n_mb, n: 1.0)
     step = compare([replace(one, parts=parts)])
-    assert (step.counted_empty, step.fits_mode("sample_mean")) == (k, k > 0)
+    hint = f"or sample_mean, if B counts {k} of 1024 empty sequences: pass sample="
+    assert (hint in step.causes) == (k > 0)
+    assert not step.fits_mode("sample_mean")
     coarse = compare([replace(one, parts=parts, tolerance=2**-7)])
-    assert coarse.counted_empty == (k if k == 1024 else 0)
+    assert (hint in coarse.causes) == (k == 1024)
 
 
 def test_tokens_that_are_all_weighed_with_0_train_nothing():
@@ -153,7 +165,10 @@ def test_a_loss_function_that_divides_by_itself_needs_no_num_tokens():
 def test_a_factor_is_named_by_what_it_equals():
     step = compare(ranks(lambda n_mb, n: 1 / 24))
     assert (step.trains, step.factor) == (None, pytest.approx(0.5))
-    assert step.causes == ("a constant factor on token_mean: 0.5 = 1/M",)
+    assert step.causes == (
+        "a constant factor on token_mean: 0.5 = 1/M",
+        "or constant, if L is 8: pass divisor=",
+    )
 
 
 def test_weights_of_no_mode_name_the_sequences_that_are_off():
@@ -221,7 +236,18 @@ def test_a_rank_that_heard_fewer_microbatches_does_not_say_how_many_there_are(fe
     both = of_two_ranks(lambda n_mb, b_mb, n: 1 / (4 * 2 * n_mb))
     sizes = [{**one.sizes, "M": 2 if number == fewer else 4} for number, one in enumerate(both)]
     step = compare([replace(one, sizes=its) for one, its in zip(both, sizes, strict=True)])
-    assert (step.sizes["M"], step.trains) == (4, "microbatch_token_mean")
+    assert step.trains == "microbatch_token_mean by the largest M"
+    assert step.fits_mode("microbatch_token_mean")
+
+
+def test_ranks_with_unequal_numbers_of_microbatches_have_each_its_own():
+    both = of_two_ranks(lambda n_mb, b_mb, n: 1 / (4 * 2 * n_mb))
+    parts = [replace(p, weight_min=1 / 16, weight_max=1 / 16, weight_sum=p.tokens / 16)
+             for p in both[1].parts]  # fmt: skip
+    first = replace(both[0], sizes={**both[0].sizes, "M": 4})
+    second = replace(both[1], sizes={**both[1].sizes, "M": 1}, parts=parts)
+    step = compare([first, second])
+    assert (step.trains, step.fits) == ("microbatch_token_mean", ["microbatch_token_mean"])
 
 
 @pytest.mark.parametrize(
@@ -313,7 +339,7 @@ def test_an_infinite_weight_is_no_factor():
 def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():
     step = compare(ranks(lambda n_mb, n: 1 / 12, is_finalized=False))
     assert (step.trains, [*step.fits]) == (None, [])
-    assert step.verdict == "not known, for the step was not finalized"
+    assert step.verdict == "not known, for it was not finalized"
 
 
 def test_num_tokens_need_not_be_integers():

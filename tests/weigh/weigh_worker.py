@@ -206,18 +206,19 @@ def check_a_constant_factor_is_named():
 
 def check_a_step_that_is_not_finalized_is_named():
     step, _ = trained(per_token=True, loss_func=mean_of_microbatches, finalizes=False)
-    assert step.causes[0].startswith("not finalized")
+    assert step.causes[0].startswith("it was not finalized")
     assert step.trains is None
 
 
-def check_a_token_of_the_mask_that_gets_no_gradient_counts():
+def check_a_token_of_the_mask_that_gets_no_gradient_is_missed():
     def half_detached(losses, mask):
         first = torch.arange(len(losses)) < len(losses) // 2
         return token_model.masked_sum(mask, torch.where(first, losses, losses.detach()))
 
-    step, _ = trained(per_token=True, loss_func=half_detached, passes_mask=True)
-    assert step.trains is None
-    assert min(low for low, _ in step.modes.values()) == 0
+    step, gradient = trained(per_token=True, loss_func=half_detached, passes_mask=True)
+    n = ACTIVE[: dist.get_world_size() // CP].sum()
+    assert (step.trains, step.missed) == (None, n - np.count_nonzero(gradient))
+    assert f"{step.missed} tokens of the mask have no weight" in step.verdict
 
 
 def check_a_step_of_an_aggregation_weighs_as_its_mode():
@@ -231,13 +232,14 @@ def check_a_sample_mean_over_empty_sequences_is_told_from_one_over_the_others():
     """One sequence is empty on purpose, and so is the padding that ends each microbatch."""
     active = ACTIVE.copy()
     active[0, 1, 8:12] = False
-    weighed, _ = weighed_sample_mean(active, per_token=False)
     num_samples = dist.get_world_size() // CP * M * 2
-    assert weighed.num_empty == 1 + num_samples // 2
-    assert weighed.trains == "sample_mean with 1 empty"
-    assert weighed.weight_sum == pytest.approx(1 - 1 / num_samples)
-    weighed, _ = weighed_sample_mean(active, per_token=False, count_empty=False)
-    assert (weighed.trains, weighed.weight_sum) == ("sample_mean", pytest.approx(1.0))
+    for count_empty in (True, False):
+        weighed, _ = weighed_sample_mean(active, per_token=False, count_empty=count_empty)
+        assert weighed.num_empty == 1 + num_samples // 2
+        name = "sample_mean" if count_empty else "sample_mean without its 1 empty"
+        assert (weighed.trains, weighed.counted_empty) == (name, int(count_empty))
+        assert weighed.fits_mode("sample_mean")
+        assert weighed.weight_sum == pytest.approx(1 - count_empty / num_samples)
 
 
 def weighed_sample_mean(active, *, per_token, count_empty=True):
@@ -259,7 +261,8 @@ def weighed_sample_mean(active, *, per_token, count_empty=True):
     def forward_step(iterator, model):
         tokens, _ = next(iterator)
         m = next(microbatch)
-        losses = weighing.losses(model(torch.from_numpy(tokens)), cu_seqlens=CUTS)
+        ids = [(dp, m, 0), (dp, m, 1), None]
+        losses = weighing.losses(model(torch.from_numpy(tokens)), cu_seqlens=CUTS, sample=ids)
 
         def loss_func(output):
             mask = torch.from_numpy(active[dp, m].astype(np.int64))

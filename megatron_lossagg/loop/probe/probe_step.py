@@ -22,7 +22,7 @@ from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.reduction.totals import StepTotals
+from megatron_lossagg.reduction.table import StepTotals
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator

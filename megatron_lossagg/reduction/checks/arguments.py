@@ -15,7 +15,7 @@ from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.integers import Ints, IntsLike, checked_integers, first_few
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.segments import PADDING
-from megatron_lossagg.reduction.sequences import CheckedSequences
+from megatron_lossagg.reduction.sequences import Checked
 
 MASK_DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -23,7 +23,7 @@ MASK_DTYPES = frozenset(
 )
 
 
-def checked_sequences(sequences: IntsLike, layout: Layout, planned: CheckedSequences) -> Ints:
+def checked_sequences(sequences: IntsLike, layout: Layout, planned: Checked) -> Ints:
     """Return a microbatch's sequences, ``[G]``: each of this step, in one segment, or -1.
 
     If microbatches were planned, all of one of them.

@@ -86,29 +86,22 @@ def _collated(workflow: Any, aggregation: Aggregation, *, packs: bool) -> Compar
     integration._trainer = SimpleNamespace(args=SimpleNamespace(sequence_packing=packs))
 
     batches = [collator(list(_entries(step, ids, mb.sequences, packs))) for mb in step.microbatches]
-    counted = [integration.sequences(batch).checked() for batch in batches]
-    of_sequences = [one.of_sequences("active_tokens") for one in counted]
-    plan = plan_step(
-        aggregation,
-        Sequences(
-            active_tokens=[*itertools.chain(*of_sequences)],
-            microbatch=[m for m, own in enumerate(of_sequences) for _ in own],
-            num_microbatches=len(batches),
-        ),
-    )
+    counted = [integration.sequences(batch).listed() for batch in batches]
+    plan = plan_step(aggregation, Sequences.of_microbatches(counted, len(batches)))
     loss, first = torch.zeros(()), 0
-    for batch, one, own in zip(batches, counted, of_sequences, strict=True):
+    for batch, one in zip(batches, counted, strict=True):
         labels = batch["labels"].flatten()
         mask = labels != _IGNORED
         log_probs = table[batch["input_ids"].flatten()].log_softmax(-1)
         x = -log_probs.gather(-1, labels.where(mask, 0)[:, None])[:, 0]
-        is_sequence = np.asarray(one.is_padding) == 0
+        is_sequence = ~np.asarray(one.is_padding, dtype=bool)
+        end = first + int(is_sequence.sum())
         places = np.full(len(is_sequence), -1)
-        places[is_sequence] = range(first, first + len(own))
+        places[is_sequence] = range(first, end)
         lengths = torch.tensor([0, *np.asarray(one.lengths)])
         layout = Layout.thd_zigzag(lengths.cumsum(0), cp_size=1, cp_rank=0)
         loss = loss + plan.reducer(places, mask, layout)(x)
-        first += len(own)
+        first = end
     wanted = step.wanted(aggregation, _losses(step, ids, table))
     return compare(loss, wanted, [table])
 

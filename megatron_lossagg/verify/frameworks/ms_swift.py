@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
@@ -110,9 +109,7 @@ def _sft(aggregation: Aggregation, *, is_dft: bool = False) -> Comparison:
     return step.compared(total, aggregation, losses)
 
 
-def _counted(
-    given: Iterable[MicrobatchSequences], *, prompts: Sequence[int] | None = None
-) -> Sequences:
+def _counted(given: Iterable[Sequences], *, prompts: Sequence[int] | None = None) -> Sequences:
     """Put together what an integration has counted in each microbatch."""
     counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
     return Sequences(active_tokens=counts, prompt=prompts)

@@ -1,0 +1,999 @@
+"""The sequences of one step, of all data-parallel ranks, and the counts and weights they give.
+
+:func:`count_step` makes one all-gather of a few integers per rank. A second one of the columns
+follows if some beyond counts are passed or a mode needs every sequence; a third one only brings an
+error's message to every rank. :class:`StepCounts` has the letters of ``docs/which-mode.md``, which
+``modes.py`` and a function of one's own read. Imports NumPy and no torch.
+
+Shape suffixes: S = sequences of this data-parallel rank in the step; A = of the table: all ranks',
+or this rank's; W = ranks of the group; I = distinct ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lossagg.errors import LossAggregationError, PlanError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.checks.ids import check_ids, check_sample_count
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.integers import Ints, IntsLike, is_integer
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
+from megatron_lossagg.reduction.sequences import (
+    Checked,
+    Floats,
+    check_sum,
+    columns_of,
+    hashed,
+    ids_of,
+)
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.exchange import Exchange
+
+_Weights = TypeVar("_Weights", bound="StepWeights")
+_Numbers = TypeVar("_Numbers", Ints, Floats)
+_BETWEEN = "\n"
+_EVERYTHING = Aggregation("token_sum", count_left_out=True)
+"""Counts all tokens, samples and prompts that were passed."""
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+class WhichStep(NamedTuple):
+    """Which step is planned, as far as that is known; ranks of a group plan the same."""
+
+    kind: int = 0
+    """0 if it is not known, 1 if it trains, 2 if it evaluates."""
+    number: int = 0
+    """Of a training step, from 1; 0 if it is not known."""
+
+    @staticmethod
+    def of(forward_only: bool | None, iteration: object) -> WhichStep:
+        """Return it; others refuse what is no number of a step."""
+        kind = 0 if forward_only is None else 1 + bool(forward_only)
+        is_number = kind == 1 and is_integer(iteration, lowest=1, highest=2**62)
+        return WhichStep(kind, cast(int, iteration) if is_number else 0)
+
+    def __str__(self) -> str:
+        """Name it in a message."""
+        if self.number:
+            return f"training step {self.number}"
+        return ("a plan", "a training step", "an evaluation")[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Counts of the whole step over the data-parallel group; None if not known.
+
+    Passed to :func:`plan_step` they replace the collectives: a mode raises :class:`PlanError` for
+    what they lack.
+
+    Examples:
+        >>> totals = StepTotals(active_tokens=8, samples=4)
+        >>> sequences = Sequences(active_tokens=[3, 1])
+        >>> plan_step(Aggregation("sample_sum"), sequences, totals=totals).weights.tolist()
+        [0.25, 0.25]
+    """
+
+    active_tokens: int | None = None
+    """N: active tokens."""
+    samples: int | None = None
+    """B: samples."""
+    prompts: int | None = None
+    """P: prompts."""
+    active_samples: int | None = None
+    """V: samples with an active token."""
+    active_prompts: int | None = None
+    """Q: prompts with an active token."""
+    microbatch_means: float | None = None
+    """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
+
+
+class Counted(dict[str, int]):
+    """How much was counted of what, and how much of it is empty: for a line and a record.
+
+    Numbers over all ranks by name; what is not known is not in it, and padding is in none.
+
+    Examples:
+        >>> plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[3, 0, 2]))
+        >>> print(plan.counted)
+        5 active tokens, 3 sequences (1 empty), 3 samples (1 empty), each sequence one
+        >>> plan.counted["empty_samples"]
+        1
+    """
+
+    @staticmethod
+    def of_all(each: Sequence[Counted], unknown: Collection[str] = ()) -> Counted:
+        """Add up what several plans of one step counted.
+
+        ``unknown``: the kinds of ids, such as ``sample``, that two plans share.
+        """
+        names = [name for name in each[0] if all(name in one for one in each)]
+        known = [name for name in names if not any(kind in name for kind in unknown)]
+        return Counted({name: sum(one[name] for one in each) for name in known})
+
+    def __str__(self) -> str:
+        """Write the numbers on one line."""
+        parts = []
+        for kind in ("active_tokens", "sequences", "samples", "prompts", "groups"):
+            if kind in self:
+                empty = self.get(f"empty_{kind}")
+                in_all = f" ({empty} empty)" if empty else ""
+                parts.append(f"{self[kind]} {kind.replace('_', ' ')}{in_all}")
+            if kind == "samples" and kind in self and self[kind] == self.get("sequences"):
+                parts.append("each sequence one")
+        if "left_out" in self:
+            parts.append(f"{self['left_out']} sequences left out")
+        if "padding" in self:
+            parts.append(f"{self['padding']} of padding")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class IdGroups:
+    """Sequences grouped by id: how many have each, and sums over them."""
+
+    index_A: Ints
+    """Index of each sequence's id among I candidates, not all of which need occur."""
+    num_sequences_I: Ints
+    """How many sequences have it."""
+    is_each: bool = False
+    """Whether each sequence has an id of its own, in their order."""
+
+    @staticmethod
+    def of(id_A: Ints) -> IdGroups:
+        """Group by id: in one pass if the ids are close to one another, else by sorting."""
+        if not len(id_A):
+            return IdGroups(id_A, id_A)
+        low, high = int(id_A.min()), int(id_A.max())
+        if high - low > 4 * len(id_A) + 64:
+            _, index_A = np.unique(id_A, return_inverse=True)
+        else:
+            index_A = id_A - low if low else id_A
+        return IdGroups(index_A, np.bincount(index_A))
+
+    @staticmethod
+    def each(num: int) -> IdGroups:
+        """Give each of so many sequences an id of its own."""
+        return IdGroups(np.arange(num), np.ones(num, dtype=np.int64), is_each=True)
+
+    @property
+    def num(self) -> int:
+        """Number of distinct ids."""
+        return int(np.count_nonzero(self.num_sequences_I))
+
+    def sums(self, values_A: _Numbers) -> _Numbers:
+        """Sum by id, ``[I]``: integers below 2^53 exactly, floats rounded once."""
+        if self.is_each:
+            return values_A
+        if values_A.dtype.kind == "f":
+            sorted_A = values_A[np.argsort(self.index_A, kind="stable")].tolist()
+            offsets: list[int] = [0, *np.cumsum(self.num_sequences_I).tolist()]
+            return np.array([math.fsum(sorted_A[a:b]) for a, b in pairwise(offsets)])
+        sums_I = np.bincount(self.index_A, values_A, minlength=len(self.num_sequences_I))
+        return sums_I.astype(np.int64)
+
+    def one_of(self, values_A: Ints) -> Ints:
+        """Pick one sequence's value per id, int64 ``[I]``."""
+        picked_I = np.zeros(len(self.num_sequences_I), dtype=np.int64)
+        picked_I[self.index_A] = values_A
+        return picked_I
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """One row per sequence, in the order of the ranks."""
+
+    rows: Checked
+    """The columns, ``[A]``."""
+    own: slice
+    """This rank's rows."""
+    rank_A: Ints
+    m_W: Ints
+    """M of each rank; 0 if it passed no microbatches."""
+    size: int | None = 1
+    """DP; None if totals were passed without a group in a job of several processes."""
+    known: StepTotals | None = None
+    """What is known in place of the other ranks' rows, which are not here then."""
+    longest: int = 0
+    """The largest n_b of the ranks whose rows are not here."""
+    num: int | None = None
+    """Sequences of all ranks; None if totals were passed."""
+    num_left_out: int | None = None
+    """How many more there are, which are left out."""
+    padding: int | None = None
+    """Padding sequences, if every rank says how many it left out."""
+    _ids: dict[str, IdGroups | None] = field(default_factory=dict, init=False, repr=False)
+
+    @staticmethod
+    def of_rank(sequences: Checked) -> Table:
+        """Make the table of one rank."""
+        num, m = len(sequences.active_tokens), sequences.num_microbatches or 0
+        return Table(
+            rows=sequences,
+            own=slice(0, num),
+            rank_A=np.zeros(num, dtype=np.int64),
+            m_W=np.array([0 if sequences.microbatch is None else m]),
+        )
+
+    @cached_property
+    def kept(self) -> Table:
+        """Without the sequences that are left out."""
+        left_A = self.rows.left_out
+        if left_A is None:
+            return self
+        first = int(np.count_nonzero(~left_A[: self.own.start]))
+        own = slice(first, first + int(np.count_nonzero(~left_A[self.own])))
+        num_left = int(np.count_nonzero(left_A))
+        return replace(
+            self,
+            rows=self.rows.kept,
+            own=own,
+            rank_A=self.rank_A[~left_A],
+            num=len(left_A) - num_left,
+            num_left_out=num_left,
+        )
+
+    def ids(self, kind: str) -> IdGroups | None:
+        """Group the rows by a kind of id; None if none was passed. Each sequence is a sample."""
+        if kind not in self._ids:
+            id_A: Any = getattr(self.rows, kind)
+            if kind == "microbatch" and id_A is not None:  # a microbatch is a rank's
+                id_A = id_A + (np.cumsum(self.m_W) - self.m_W)[self.rank_A]
+            without = IdGroups.each(len(self.rank_A)) if kind == "sample" else None
+            self._ids[kind] = without if id_A is None else IdGroups.of(id_A)
+        return self._ids[kind]
+
+    @cached_property
+    def counts(self) -> StepCounts:
+        """Its counts in tokens, whatever an aggregation counts."""
+        return StepCounts(self)
+
+    @cached_property
+    def totals(self) -> StepTotals:
+        """Those of the whole step."""
+        names = vars(StepTotals())
+        return self.known or StepTotals(**{name: self.counts.total(name) for name in names})
+
+    @cached_property
+    def counted(self) -> Counted:
+        """How much it has of what."""
+        numbers = {"active_tokens": self.totals.active_tokens, "sequences": self.num}
+        if self.num is not None:
+            active: Any = self.totals.active_samples  # each sequence is one, without their rows
+            if self.known is None:
+                active = int(np.count_nonzero(self.rows.active_tokens))
+            numbers["empty_sequences"] = self.num - active
+        for kind in ("samples", "prompts", "groups"):
+            found = numbers[kind] = self.counts.total(kind)
+            if found is not None and self.num is not None:
+                numbers[f"empty_{kind}"] = found - self.counts.total(f"active_{kind}")
+        numbers |= {"left_out": self.num_left_out or None, "padding": self.padding}
+        return Counted({name: number for name, number in numbers.items() if number is not None})
+
+
+def known_step(sequences: Checked, totals: StepTotals, size: int | None) -> Table:
+    """Make a rank's table with totals that the caller knows; raises :class:`PlanError`."""
+    for name, one in columns_of(type(sequences)).items():
+        if not (one.with_totals or one.is_alone or getattr(sequences, name) is None):
+            raise PlanError(
+                f"got totals= and {name}=, but only counting finds what other ranks have of it: "
+                f"drop totals= or {name}="
+            )
+    n_S = sequences.active_tokens
+    least = {"active_tokens": int(n_S.sum()), "samples": len(n_S)}
+    least["active_samples"] = int(np.count_nonzero(n_S))
+    for name in ("active_tokens", "samples", "prompts", "active_samples", "active_prompts"):
+        value, lowest = getattr(totals, name), least.get(name, 0)
+        if value is not None and not is_integer(value, lowest=lowest):
+            raise PlanError(
+                f"got StepTotals({name}={value!r}), expected an integer from {lowest}, "
+                "which this rank's sequences have: pass the count of the whole step"
+            )
+    check_sample_count(sequences.sample_count, totals.samples, has_ids=True)
+    return replace(Table.of_rank(sequences), known=totals, size=size)
+
+
+def check_totals(given: StepTotals, counted: StepTotals) -> None:
+    """Raise :class:`PlanError` for totals that are not those of the group's sequences."""
+    for name, value in vars(given).items():
+        found = getattr(counted, name)
+        # A sum of fractions may differ in its last bit.
+        if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-9):
+            raise PlanError(
+                f"got StepTotals({name}={value!r}), the group's sequences have {found}: pass the "
+                "totals of the whole step over the data-parallel group, or drop totals="
+            )
+
+
+def count_step(
+    aggregation: Aggregation,
+    sequences: Checked,
+    fault: str = "",
+    exchange: Exchange | None = None,
+    settings: Iterable[str] = (),
+    which: WhichStep = WhichStep(),  # noqa: B008  a constant
+    *,
+    shadows: Iterable[Aggregation] = (),
+) -> Table:
+    """Count over the group; every rank raises the same :class:`PlanError` or none does.
+
+    ``exchange``: None is this process only. ``settings``: what else must be the same on every rank,
+    in words. ``which``: the step, by its kind and number. ``shadows``: aggregations for which is
+    counted too.
+    """
+    own, n_S = Table.of_rank(sequences), sequences.active_tokens
+    settings = [f"{aggregation} ({aggregation!r})", *settings]
+    entries = sequences.entries()
+    strings = [kind in sequences.string_ids for kind in ids_of(type(sequences))]
+    sent = {
+        "has_fault": bool(fault),
+        # The same on every rank: the aggregation, the options, and what is passed.
+        "same": hashed(_BETWEEN.join([*settings, *sequences.said(strings=False)])),
+        # A bit per kind of id that is passed as strings; -1 if there are no sequences.
+        "strings": sum(1 << n for n, one in enumerate(strings) if one) if len(n_S) else -1,
+        **which._asdict(),
+        "sequences": len(n_S),
+        "tokens": int(n_S.sum()),
+        "active_sequences": int(np.count_nonzero(n_S)),
+        "active_microbatches": own.counts.active_microbatches_W[0],
+        "m": own.m_W[0],
+        "longest": int(n_S.max(initial=0)),
+        "padding": -1 if sequences.num_padding is None else sequences.num_padding,
+    }
+    sent_K = np.array([*sent.values()], dtype=np.int64)
+    numbers_WK = sent_K[None] if exchange is None else exchange.integers(sent_K)
+    of_ranks = dict(zip(sent, numbers_WK.T, strict=True))
+    strings_W, *known = (of_ranks[name] for name in ("strings", "kind", "number"))
+    same = [of_ranks["same"], strings_W[strings_W >= 0], *(one[one > 0] for one in known)]
+    if of_ranks["has_fault"].any() or any((values != values[:1]).any() for values in same):
+        assert exchange is not None
+        _raise_together([str(which), *settings, *sequences.said(strings=True)], fault, exchange)
+    size, num_W, padding_W = len(numbers_WK), of_ranks["sequences"], of_ranks["padding"]
+    check_sum(f"Sequences.active_tokens of all {size} ranks", of_ranks["tokens"])
+    padding = int(padding_W.sum()) if (padding_W >= 0).all() else None
+    about = {"m_W": of_ranks["m"], "size": size, "num": int(num_W.sum()), "padding": padding}
+    needs_all = any(MODES[one.mode].needs_all for one in (aggregation, *shadows))
+    if size == 1 or needs_all or entries.keys() - {"active_tokens", "microbatch"}:
+        rows = sequences
+        if size > 1:
+            assert exchange is not None
+            rows = sequences.with_entries(_gathered(entries, of_ranks, exchange))
+        first = int(num_W[: exchange.rank].sum()) if exchange else 0
+        rank_A = np.repeat(np.arange(size), num_W)
+        table = replace(own, rows=rows, own=slice(first, first + len(n_S)), rank_A=rank_A, **about)
+        check_ids(table, sequences.samples_per_prompt)
+    else:
+        totals = StepTotals(
+            active_tokens=int(of_ranks["tokens"].sum()),
+            samples=int(num_W.sum()),
+            active_samples=int(of_ranks["active_sequences"].sum()),
+            microbatch_means=_means(of_ranks["active_microbatches"], of_ranks["m"]),
+        )
+        table = replace(own, known=totals, longest=int(of_ranks["longest"].max()), **about)
+    found, has_ids = table.totals.samples, sequences.sample is not None
+    check_sample_count(sequences.sample_count, found, has_ids=has_ids)
+    return table
+
+
+def _gathered(
+    entries: Mapping[str, Any], of_ranks: Mapping[str, Ints], exchange: Exchange
+) -> dict[str, Any]:
+    """Gather the entries of all ranks, which travel as integers.
+
+    A sequence's microbatch travels with its tokens, as one number.
+    """
+    own = {
+        name: one.astype(np.int64) if one.dtype == bool else one.view(np.int64)
+        for name, one in entries.items()
+    }
+    base = int(of_ranks["longest"].max()) + 1
+    is_packed = "microbatch" in own and base * (int(of_ranks["m"].max()) + 1) < 2**62
+    if is_packed:
+        own["active_tokens"] = own["active_tokens"] + base * own.pop("microbatch")
+    columns = exchange.ragged([*own.values()], of_ranks["sequences"])
+    found = dict(zip(own, columns, strict=True))
+    if is_packed:
+        found["microbatch"], found["active_tokens"] = np.divmod(found["active_tokens"], base)
+    return {
+        name: found[name].astype(bool) if one.dtype == bool else found[name].view(one.dtype)
+        for name, one in entries.items()
+    }
+
+
+def _means(active_W: Ints, m_W: Ints) -> float | None:
+    """Sum, over ranks, the fraction of microbatches that are active; None if M is not known."""
+    return float((active_W / m_W).sum()) if m_W.all() else None
+
+
+def _raise_together(said: list[str], fault: str, exchange: Exchange) -> NoReturn:
+    """Bring the first faulty rank's message to all ranks and raise it on each."""
+    texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(said))
+    for rank, text in enumerate(texts):
+        if text.startswith("!"):
+            raise PlanError(f"{exchange.name(rank)}: {text[1:]}")
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
+    pairs = zip(texts[0].split(_BETWEEN), texts[other].split(_BETWEEN), strict=False)
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    raise PlanError(
+        f"ranks of the data-parallel group disagree: rank 0 has "
+        f"{' and '.join(first for first, _ in differing)}, rank {other} has "
+        f"{' and '.join(second for _, second in differing)}: start all ranks with the same flags, "
+        "pass the same ids on all of them, and begin the same steps in the same order"
+    )
+
+
+class StepCounts:
+    """One step's counts as an aggregation counts them, by the letters of the math page.
+
+    What the modes' formulas and a weights function read. N, B, P, V, Q, R, Z, L, C, a and DP are
+    numbers; the others are float64 ``[A]``, one entry per sequence of the step, in the same order
+    on every rank. With ``count_empty=False`` only samples, prompts and sequences with active tokens
+    are counted; with ``count="weights"`` tokens are token weights. What was not passed raises
+    :class:`PlanError`.
+
+    Examples:
+        The mean of each prompt's mean over samples, of samples' token means:
+
+        >>> def weights(counts):
+        ...     return 1 / (counts.P * counts.k_p * counts.n_b)
+        >>> sequences = Sequences(active_tokens=[4, 1, 5], prompt=["a", "a", "b"])
+        >>> plan_step(Aggregation(weights=weights), sequences).weights.tolist()
+        [0.0625, 0.25, 0.1]
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        aggregation: Aggregation = _EVERYTHING,
+        given: Mapping[str, float] | None = None,
+    ) -> None:
+        self._table = table if aggregation.count_left_out else table.kept
+        self._of = aggregation
+        self._given = given or {}
+        """Numbers that stand in place of counts, by letter."""
+        self._found: dict[str, Any] = {}
+        self._counts_empty = bool(aggregation.count_empty)
+        name = "token_weight_sums" if aggregation.count == "weights" else "active_tokens"
+        self._counted_A: Any = getattr(self._table.rows, name)
+        if self._counted_A is None:
+            raise self._lacks_column(name)
+
+    def total(self, name: str) -> Any:
+        """Return a count of the step by its name in :class:`StepTotals`; None if not known."""
+        if name not in self._found:
+            self._found[name] = self._total(name)
+        return self._found[name]
+
+    def _total(self, name: str) -> Any:
+        if self._table.known is not None:
+            return getattr(self._table.known, name, None)
+        if name == "active_tokens":
+            is_float = self._counted_A.dtype.kind == "f"
+            return math.fsum(self._counted_A) if is_float else int(self._counted_A.sum())
+        if name == "microbatch_means":
+            return _means(self.active_microbatches_W, self._table.m_W)
+        ids = self._table.ids(name.removeprefix("active_").removesuffix("s"))
+        if ids is not None and name.startswith("active_"):
+            return int(np.count_nonzero(ids.sums(self._counted_A)))
+        return None if ids is None else ids.num
+
+    def known(self, letter: str) -> Any:
+        """Return N, B, P, V or Q, or what stands in its place; None if it is not known."""
+        return self._given.get(letter, self.total(self._name_of(letter)))
+
+    def _name_of(self, letter: str) -> str:
+        if letter in ("B", "P") and not self._counts_empty:
+            letter = {"B": "V", "P": "Q"}[letter]
+        return _NAMES[letter]
+
+    def _number(self, letter: str) -> float:
+        found, name = self.known(letter), self._name_of(letter)
+        if found is None and name.endswith("prompts"):
+            raise self._lacks_column("prompt")
+        if found is None:
+            raise self._lacks(f"StepTotals({name}=...) of the whole step")
+        return float(found)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether N is known to be 0."""
+        return bool(self.total("active_tokens") == 0)
+
+    @property
+    def N(self) -> float:
+        """Active tokens of the step."""
+        return self._number("N")
+
+    @property
+    def B(self) -> float:
+        """Samples of the step; V with ``count_empty=False``."""
+        return self._number("B")
+
+    @property
+    def P(self) -> float:
+        """Prompts of the step; Q with ``count_empty=False``."""
+        return self._number("P")
+
+    @property
+    def V(self) -> float:
+        """Samples with an active token."""
+        return self._number("V")
+
+    @property
+    def Q(self) -> float:
+        """Prompts with an active token."""
+        return self._number("Q")
+
+    @property
+    def R(self) -> float:
+        """Rows: sequences of the step."""
+        return float(self._is_row_A.sum())
+
+    @property
+    def L(self) -> float:
+        """The divisor, 1 by default."""
+        return self._given.get("L", self._of.divisor or 1.0)
+
+    @property
+    def C(self) -> float:
+        """The divisor under its name in ``token_sum``."""
+        return self.L
+
+    @property
+    def a(self) -> float:
+        """The exponent."""
+        return self._of.exponent or 0.0
+
+    @property
+    def DP(self) -> int:
+        """Data-parallel ranks."""
+        if self._table.size is None:
+            raise self._lacks("group=, also with totals=")
+        return self._table.size
+
+    @property
+    def n_s(self) -> Floats:
+        """Active tokens of the sequence."""
+        return np.asarray(self._counted_A, dtype=np.float64)
+
+    @property
+    def n_b(self) -> Floats:
+        """Active tokens of its sample."""
+        return self._sum_of("sample", self._counted_A)
+
+    @property
+    def n_p(self) -> Floats:
+        """Active tokens of its prompt."""
+        return self._sum_of("prompt", self._counted_A)
+
+    @property
+    def n_c(self) -> Floats:
+        """Active tokens of its group, ``Sequences(group=...)``."""
+        return self._sum_of("group", self._counted_A)
+
+    @property
+    def n_mb(self) -> Floats:
+        """Active tokens of its microbatch."""
+        return self._sum_of("microbatch", self._counted_A)
+
+    @property
+    def M(self) -> Floats:
+        """Microbatches of its rank."""
+        if self._table.rows.microbatch is None:
+            raise self._lacks_column("microbatch")
+        return self._table.m_W[self._table.rank_A].astype(np.float64)
+
+    @property
+    def R_b(self) -> Floats:
+        """Rows: sequences of its sample."""
+        return self._sum_of("sample", self._is_row_A)
+
+    @property
+    def k_p(self) -> Floats:
+        """Samples of its prompt."""
+        return self._sum_of("prompt", self._is_sample_A)
+
+    @property
+    def k_c(self) -> Floats:
+        """Samples of its group."""
+        return self._sum_of("group", self._is_sample_A)
+
+    @property
+    def columns(self) -> Mapping[str, Floats]:
+        """The caller's own numbers by name, ``Sequences(columns=...)``; whole, empty ones too."""
+        return _Columns(self.every().rows.columns or {})
+
+    @property
+    def n_b_to_a(self) -> Floats:
+        """n_b^a."""
+        return _powers(self.n_b, self.a)
+
+    @property
+    def Z(self) -> float:
+        """The sum of n_b^(1-a) over the step's samples, rounded once.
+
+        It depends neither on the order of samples nor on how ranks share them.
+        """
+        if "Z" in self._given:
+            return self._given["Z"]
+        samples: Any = self.every("the lengths of all ranks' samples").ids("sample")
+        lengths, counts = np.unique(samples.sums(self._counted_A), return_counts=True)
+        try:
+            with np.errstate(over="ignore"):
+                return math.fsum(_powers(lengths, 1 - self.a) * counts)
+        except OverflowError:
+            raise _beyond(lengths, 1 - self.a) from None
+
+    @property
+    def microbatch_means(self) -> float:
+        """The sum over ranks of (microbatches with an active token) / (M of the rank)."""
+        found = self.total("microbatch_means")
+        if found is None:
+            raise self._lacks_column("microbatch")
+        return float(found)
+
+    @property
+    def active_microbatches_W(self) -> Ints:
+        """Microbatches with an active token of each rank."""
+        ids, num = self._table.ids("microbatch"), len(self._table.m_W)
+        if ids is None:
+            return np.zeros(num, dtype=np.int64)
+        rank_I = ids.one_of(self._table.rank_A)
+        active_W: Ints = np.bincount(rank_I[ids.sums(self._counted_A) > 0], minlength=num)
+        return active_W
+
+    def every(self, what: str = "the sequences of all ranks") -> Table:
+        """Return the rows of all ranks; raises :class:`PlanError` if they were not gathered."""
+        if self._table.known is not None:
+            raise self._lacks(f"{what} (plan under it, without totals=)")
+        return self._table
+
+    @property
+    def _is_row_A(self) -> Ints:
+        """1 for each sequence that counts."""
+        self.every()
+        is_row_A: Ints = ((self._counted_A > 0) | self._counts_empty).astype(np.int64)
+        return is_row_A
+
+    @property
+    def _is_sample_A(self) -> Ints:
+        """1 for the first sequence of each sample that counts."""
+        samples: Any = self.every().ids("sample")
+        _, first = np.unique(samples.index_A, return_index=True)
+        is_sample_A = np.zeros(len(self._counted_A), dtype=np.int64)
+        counted_A = samples.sums(self._counted_A)[samples.index_A]
+        is_sample_A[first] = (counted_A[first] > 0) | self._counts_empty
+        return is_sample_A
+
+    def _sum_of(self, kind: str, values_A: Any) -> Floats:
+        """Sum over the sequences of one id, for each of them; exact up to 2^53."""
+        ids = self._table.ids(kind)
+        if ids is None:
+            raise self._lacks_column(kind)
+        return np.asarray(ids.sums(values_A)[ids.index_A], dtype=np.float64)
+
+    def _lacks_column(self, name: str) -> PlanError:
+        one = columns_of(type(self._table.rows))[name]
+        return self._lacks(f"Sequences({name}=...){'' if one.with_totals else ' without totals='}")
+
+    def _lacks(self, what: str) -> PlanError:
+        return PlanError(f"{self._of} needs {what}, which was not passed")
+
+
+_NAMES = {
+    "N": "active_tokens",
+    "B": "samples",
+    "P": "prompts",
+    "V": "active_samples",
+    "Q": "active_prompts",
+}
+"""Of :class:`StepTotals`, by letter."""
+
+
+class _Columns(dict[str, Any]):
+    """The columns that were passed; another name is an error of the step."""
+
+    def __missing__(self, name: str) -> Any:
+        raise PlanError(
+            f"the weights function reads the column {name!r}, and the step has "
+            f"{', '.join(map(repr, self)) or 'none'}: pass Sequences(columns={{{name!r}: ...}}), "
+            "one number per sequence"
+        )
+
+
+def _powers(length_A: Floats, exponent: float) -> Floats:
+    """Raise lengths to a power, the same for a length wherever it stands; 0 for an empty one."""
+    lengths, index = np.unique(length_A, return_inverse=True)
+    try:
+        powers = [math.pow(n, exponent) if n else 0.0 for n in lengths.tolist()]
+    except OverflowError:
+        powers = []
+    if len(lengths) and np.count_nonzero(powers) < np.count_nonzero(lengths):
+        raise _beyond(lengths, exponent)
+    return np.array(powers, dtype=np.float64)[index.reshape(-1)]
+
+
+def _beyond(lengths: Any, exponent: float) -> PlanError:
+    return PlanError(
+        f"samples of up to {lengths[-1]:g} tokens to the power {exponent:g} are beyond float64: "
+        "change --loss-aggregation-exponent (exponent=)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepWeights:
+    """One optimizer step under one aggregation: the part of a :class:`StepPlan` that is NumPy."""
+
+    aggregation: Aggregation
+    sequences: Checked
+    """What was planned, as read-only arrays ``[S]``."""
+    table: Table = field(repr=False)
+    num_calls: int = field(default=1, repr=False)
+    """Schedule calls of one optimizer step, each planned by itself, which train their mean."""
+    total: float | None = None
+    """What stands in place of the mode's own :attr:`Mode.total`: 1 in a call of a deferred step,
+    whose gradients are divided at its end. None: what the plan counts."""
+    _under: dict[Aggregation, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def totals(self) -> StepTotals:
+        """Counts of the whole step in tokens, with what is left out."""
+        return self.table.totals
+
+    @property
+    def counted_table(self) -> Table:
+        """The rows that the aggregation counts: without what is left out, if it does that."""
+        return self.table if self.aggregation.count_left_out else self.table.kept
+
+    @property
+    def counted(self) -> Counted:
+        """What the step counted, in numbers over all ranks."""
+        return self.counted_table.counted
+
+    @cached_property
+    def counts(self) -> StepCounts:
+        """The step's counts as the aggregation counts them.
+
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        return StepCounts(self.table, self.aggregation)
+
+    @cached_property
+    def counted_total(self) -> float:
+        """What the plan counts for the mode's :attr:`Mode.total`, 1 if it has none.
+
+        Raises :class:`PlanError` if it is not known.
+        """
+        total = MODES[self.aggregation.mode].total
+        return 1.0 if total is None else float(getattr(self.counts, total))
+
+    @property
+    def active_tokens(self) -> Ints:
+        """n_s, int64 ``[S]``."""
+        n_S: Ints = self.sequences.active_tokens
+        return n_S
+
+    @cached_property
+    def active_tokens_S1(self) -> Ints:
+        """:attr:`active_tokens` and a 0: what a padding sequence has, which is -1."""
+        return _and_zero(self.active_tokens)
+
+    @property
+    def is_left_out_S(self) -> npt.NDArray[np.bool_] | None:
+        """Which of this rank's sequences leave the counts; None if the aggregation counts all."""
+        return None if self.aggregation.count_left_out else self.sequences.left_out
+
+    @property
+    def counted_sequences(self) -> Checked:
+        """This rank's sequences without them."""
+        return self.sequences if self.is_left_out_S is None else self.sequences.kept
+
+    @cached_property
+    def weight_A(self) -> Floats:
+        """w_s of every counted row, not over :attr:`num_calls`; 0 for no active tokens.
+
+        What all ranks know is checked alike, so that none waits for another.
+        """
+        aggregation, counts, rows = self.aggregation, self.counts, self.counted_table.rows
+        mode, function = MODES[aggregation.mode], aggregation.weights_function
+        if mode.name == CUSTOM:
+            raise PlanError(
+                f"{aggregation}: only the custom reducer knows its weights; for those of "
+                "a mode use plan.under(mode).weights"
+            )
+        if mode.needs_all:
+            what = (
+                "lengths of all ranks' samples" if mode.has_exponent else "sequences of all ranks"
+            )
+            counts.every(f"the {what}")
+        if self.total is not None:
+            counts = StepCounts(self.table, aggregation, {str(mode.total): self.total})
+        weighs_A = counts.n_s > 0
+        if function is not None:
+            weight_A = function(counts, weighs_A)
+            weighs_A = weight_A > 0
+        else:
+            assert mode.denominator is not None
+            with np.errstate(all="ignore"):  # n_b, n_mb and k_c of an empty one are 0
+                value_A = np.asarray(mode.denominator(counts), dtype=np.float64)
+                weight_A = np.where(weighs_A, 1.0 / value_A, 0.0)
+            if value_A.ndim == 0 and value_A > 0:  # also on ranks without sequences
+                self._check_size(1.0 / value_A[None])
+        if rows.sequence_weight is not None:
+            weight_A = weight_A * rows.sequence_weight
+            weighs_A = weighs_A & (rows.sequence_weight > 0)
+        self._check_size(weight_A[weighs_A])
+        weight_A.flags.writeable = False
+        return weight_A
+
+    @cached_property
+    def weight_S(self) -> Floats:
+        """w_s, float64 ``[S]``, a read-only array, computed once; 0 for no active tokens.
+
+        Raises :class:`PlanError` as :attr:`StepPlan.weights` does.
+        """
+        weight_S: Floats = self.weight_A[self.counted_table.own] / self.num_calls
+        if self.is_left_out_S is not None:
+            kept_S, weight_S = weight_S, np.zeros(len(self.active_tokens))
+            weight_S[~self.is_left_out_S] = kept_S
+        weight_S.flags.writeable = False
+        return weight_S
+
+    @cached_property
+    def weight_S1(self) -> Floats:
+        """:attr:`weight_S` and a 0, likewise."""
+        return _and_zero(self.weight_S)
+
+    @cached_property
+    def expected_weight(self) -> float | None:
+        """The sum over all active tokens of w m v by the plan's counts; None if not known.
+
+        1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
+        sum over a constant; over :attr:`num_calls`.
+        """
+        mode = MODES[self.aggregation.mode]
+        if mode.name == CUSTOM:
+            return None
+        try:
+            counts = self.counts
+            if counts.is_empty:
+                return 0.0
+            if mode.expected is not None and self.sequences.sequence_weight is None:
+                over = 1.0 if self.total is None else self.counted_total / self.total
+                return float(mode.expected(counts)) * over / self.num_calls
+            counts.every()
+            return math.fsum(self.weight_A * counts.n_s) / self.num_calls
+        except PlanError:  # a total that is not needed for a weight
+            return None
+
+    def weigh(self) -> Floats | None:
+        """Make the weights, for what a mode lacks raises here; None of a custom reducer.
+
+        Raises :class:`PlanError`.
+        """
+        return None if self.aggregation.mode == CUSTOM else self.weight_S
+
+    @property
+    def planned(self: _Weights) -> list[_Weights]:
+        """This plan, and each under another aggregation: of terms, of shadows, of their terms."""
+        others = list(self._under.values())
+        return [self, *(one for other in others for one in other.planned)]
+
+    def under(self: _Weights, aggregation: Aggregation | str) -> _Weights:
+        """Plan the same step under a different aggregation, without a collective; made once.
+
+        Args:
+            aggregation: An :class:`Aggregation`, or a mode's name, which counts what this plan
+                counts, empty samples and prompts included or not.
+
+        Returns:
+            The plan, with the same sequences and totals.
+
+        Raises:
+            PlanError: For any other type.
+        """
+        if not isinstance(aggregation, (Aggregation, str)):
+            raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")
+        if isinstance(aggregation, str):
+            own = self.aggregation
+            counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
+            aggregation = Aggregation(
+                aggregation,
+                count=own.count,
+                count_empty=counts_empty,
+                count_left_out=own.count_left_out,
+            )
+        if aggregation not in self._under:
+            plan = replace(self, aggregation=aggregation)
+            check_divisor(plan)
+            self._under[aggregation] = plan
+        planned: _Weights = self._under[aggregation]
+        return planned
+
+    def _check_size(self, weights: Floats) -> None:
+        """Refuse weights beyond float32."""
+        beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
+        if len(beyond) and not self.counts.is_empty:
+            own = self.aggregation.weights_function
+            what = f"the weights function {own.path}" if own else self.aggregation
+            raise PlanError(
+                f"got the weight {beyond[0]} of a sequence, beyond what float32 holds, from "
+                f"{what}: change the divisor, the exponent or the weights"
+            )
+
+
+def _and_zero(values_S: _Numbers) -> _Numbers:
+    """Append what a padding sequence has, which is -1."""
+    values_S1: _Numbers = np.append(values_S, np.zeros(1, dtype=values_S.dtype))
+    values_S1.flags.writeable = False
+    return values_S1
+
+
+SAME_SUMS = 1e-9
+"""By how much, relatively, sums of the same weights may differ between ranks."""
+
+
+def sums_of(weights: Floats) -> list[float]:
+    """Return two sums, by which ranks compare weights that may differ by rounding."""
+    drawn = np.random.default_rng(0).random(len(weights))
+    return [math.fsum(weights), math.fsum(weights * drawn)]
+
+
+def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
+    """Refuse own weights that are not the same on all ranks; raises :class:`PlanError` on all.
+
+    A function may be another one on a node with an older file, and may fail on one rank only. One
+    all-gather of three numbers, and one for an error's message.
+    """
+    fault: LossAggregationError | None = None
+    sums = [0.0, 0.0]
+    try:
+        sums = sums_of(plan.weight_A)
+    except LossAggregationError as error:
+        fault = error
+    own = np.array([fault is not None, *sums], dtype=np.float64).view(np.int64)
+    of_ranks = np.ascontiguousarray(exchange.integers(own)).view(np.float64)
+    if fault is not None and exchange.size == 1:
+        raise fault
+    if of_ranks[:, 0].any():
+        for rank, text in enumerate(exchange.messages("" if fault is None else str(fault))):
+            if text:
+                raise PlanError(f"{exchange.name(rank)}: {text}") from fault
+    sums_W2 = of_ranks[:, 1:]
+    is_other_W = ~np.isclose(sums_W2, sums_W2[0], rtol=SAME_SUMS, atol=0).all(axis=1)
+    if is_other_W.any():
+        raise PlanError(
+            f"{plan.aggregation}: {exchange.name(int(is_other_W.argmax()))} computes other weights "
+            "than rank 0: install the same code on every node, and compute from the counts only"
+        )
+
+
+def check_divisor(plan: StepWeights) -> None:
+    """Warn once if ``constant`` divides by less than the longest sample."""
+    if plan.aggregation.mode == "constant":
+        table = plan.counted_table
+        samples: Any = table.ids("sample")
+        lengths_I = samples.sums(table.rows.active_tokens)
+        longest = [table.longest, int(lengths_I.max(initial=0))]
+        warn_of_divisor(plan.aggregation.divisor or 1.0, longest)
+
+
+def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
+    """Warn, once per process, if L is below the longest of some responses."""
+    longest = int(np.max(tokens, initial=0))
+    if longest > divisor:
+        warn_once(
+            "divisor",
+            f"constant divides by {divisor:g}, and a sample has {longest} tokens: the divisor L is "
+            "the longest response that generation allows, and the gradient grows with its inverse; "
+            "check --loss-aggregation-divisor (divisor=)",
+        )

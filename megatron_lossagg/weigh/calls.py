@@ -1,0 +1,163 @@
+"""Which calls of ``losses`` are a microbatch's, and which of them train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction.integers import IntsLike
+
+_NAMED = (
+    "pass microbatch= to each call, whose sequences are then further ones; the same tokens in a "
+    "second term have term= of their own"
+)
+
+
+class Arrived:
+    """The gradients that arrived at losses, each with the number of its backward pass."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.passes: list[tuple[int, Tensor]] = []
+        self._then = then
+
+    def append(self, gradient: Tensor) -> None:
+        """Keep a gradient of the backward pass that runs."""
+        self.passes.append((number_of_pass(), gradient))
+        self._then()
+
+
+def number_of_pass() -> int:
+    """Return the number of the backward pass that runs; a later one has a larger one."""
+    return int(torch._C._current_graph_task_id())
+
+
+@dataclass(kw_only=True, eq=False)
+class Call:
+    """The losses of a microbatch on this rank, or some of them, and what has arrived at them."""
+
+    term: str
+    shape: tuple[int, ...]
+    eps: float
+    """Of the losses' dtype, in which their gradient arrives."""
+    arrived: Arrived
+    cu_seqlens: IntsLike | None
+    lengths: Sequence[int] | None
+    mask: Tensor | None
+    names: Sequence[str] | None
+    microbatch: int | None
+    cp_group: ProcessGroup | None
+    ids: Mapping[str, Sequence[Hashable]]
+    """Of samples, prompts and groups, one for each sequence."""
+    scale: Tensor | None
+    """What the schedule multiplied the loss by."""
+    has_graph: bool
+    is_again: bool
+    """Whether it was made in a backward pass: a recomputation."""
+    again: Call | None = None
+    """The same losses, recomputed in the backward pass, at which gradients arrived."""
+    gone: int = -1
+    """The last backward pass whose gradients were zeroed."""
+
+    @property
+    def trained(self) -> Call:
+        """The call at which gradients arrived."""
+        return self.again or self
+
+    @property
+    def gradients(self) -> list[tuple[int, Tensor]]:
+        """What arrived in passes that count, with their numbers."""
+        return [one for one in self.trained.arrived.passes if one[0] > self.gone]
+
+    def id_of(self, kind: str, sequence: int) -> Hashable:
+        """Return the id of a sequence's sample, prompt or group; None if it has none."""
+        ids = self.ids.get(kind, ())
+        return ids[sequence] if sequence < len(ids) else None
+
+    def is_like(self, other: Call) -> bool:
+        """Whether another has losses of the same shape, mask and lengths; waits for the device."""
+        if self.mask is None or other.mask is None:
+            is_mask = self.mask is other.mask
+        else:
+            is_mask = self.mask.reshape(-1).tolist() == other.mask.reshape(-1).tolist()
+        lengths = [None if one.lengths is None else [*one.lengths] for one in (self, other)]
+        return self.shape == other.shape and is_mask and lengths[0] == lengths[1]
+
+
+def microbatches_of(calls: Sequence[Call], m: int | None, *, gone: int) -> list[list[Call]]:
+    """Return the calls of one term by microbatch; those that train nothing are left out.
+
+    ``m``: M, if it is known. ``gone``: the last backward pass whose gradients were zeroed. Raises
+    :class:`ContractError` if a call could be another microbatch's or more of one.
+    """
+    heard = _settled(calls)
+    for call in heard:
+        call.gone = gone
+    reached = [call for call in heard if call.gradients]
+    if any(call.microbatch is not None for call in heard):
+        return _by_number(heard, reached, m)
+    # An evaluation, or a step that was repeated, trains nothing.
+    chosen = heard if len(heard) == m or not reached else reached
+    term = repr(heard[0].term) if heard else ""
+    if m is not None and len(chosen) % m:
+        raise ContractError(
+            f"got {len(chosen)} calls of losses for the term {term} in a step of {m} microbatches, "
+            "expected as many: call it for each, with tokens or without"
+        )
+    passes = [{number for number, _ in call.gradients} for call in chosen]
+    is_one_pass = len(chosen) > 1 and any(
+        one & other for place, one in enumerate(passes) for other in passes[:place]
+    )
+    if (m is not None and len(chosen) > m) or (m is None and is_one_pass):
+        of = f"in a step of {m} microbatches" if m is not None else "in one backward pass"
+        raise ContractError(
+            f"got {len(chosen)} calls of losses for the term {term} {of}, expected one for each "
+            f"microbatch: {_NAMED}"
+        )
+    return [[call] for call in chosen]
+
+
+def _by_number(heard: Sequence[Call], reached: Sequence[Call], m: int | None) -> list[list[Call]]:
+    if any(call.microbatch is None for call in heard):
+        raise ContractError(
+            f"got microbatch= in some calls of losses for the term {heard[0].term!r} and not in "
+            "others, expected it in each"
+        )
+    numbers = [int(call.microbatch or 0) for call in reached or heard]
+    found = []
+    for number in range(max(m or 0, max(numbers) + 1)):
+        its = [call for call in reached if call.microbatch == number]
+        found.append(its or [call for call in heard if call.microbatch == number])
+    return found
+
+
+def _settled(calls: Sequence[Call]) -> list[Call]:
+    """Let a recomputed call at which gradients arrived stand for the call that it repeats.
+
+    That one had no graph; of several, it is the first with the same shape, mask and lengths.
+    Where no gradient arrived, the graph of the first call is the one that trains.
+    """
+    heard = [call for call in calls if not call.is_again]
+    recomputed = [call for call in calls if call.is_again]
+    is_unheard = not heard and any(call.arrived.passes for call in recomputed)
+    for call in recomputed:
+        # Of losses that were only heard with a graph, those of no token are calls too.
+        is_settled = any(call in (one, one.again) for one in heard)
+        if is_settled or (not call.arrived.passes and (not is_unheard or np.prod(call.shape))):
+            continue
+        left = [
+            one
+            for one in heard
+            if not (one.has_graph or one.is_again or one.again)
+            and call.microbatch in (None, one.microbatch)
+        ]
+        if left and not is_unheard:
+            next((one for one in left if one.is_like(call)), left[0]).again = call
+        else:
+            heard.append(call)  # nothing was heard without a graph
+    return heard

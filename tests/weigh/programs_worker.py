@@ -1,0 +1,1051 @@
+"""The table of programs whose true weights are known, on one process and on two.
+
+A row runs a program and returns what was weighed, the gradient that was trained, and each token's
+weight by hand. The gradient is compared with the weights by hand, and what was weighed with both.
+``@row`` says what the report has to say.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+import toy
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+
+from megatron_lossagg import Aggregation, LossAggregator
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations import _weigh_terms, weigh_script
+from megatron_lossagg.weigh.weighing import Weighing
+
+ROWS, WORLD = {}, int(os.environ["WORLD_SIZE"])
+
+
+@dataclass
+class Row:
+    run: object
+    trains: str | None = None
+    factor: float | None = None
+    says: str = ""
+    """Words of the report, or of what it is refused for."""
+    is_refused: bool = False
+    is_known: bool = True
+    is_measured: bool = True
+    term: str = ""
+    """The one that is compared, if there are several."""
+    names: list | None = None
+    """Of the terms."""
+    on: int | None = None
+    """Only on this number of processes."""
+    sizes: dict = field(default_factory=dict)
+    """Of Megatron's groups; without, all is data parallel."""
+
+
+def row(name, **expected):
+    def put(run):
+        assert name not in ROWS, name
+        ROWS[name] = Row(run, **expected)
+        return run
+
+    return put
+
+
+# f: what follows the losses.
+
+
+def drops(model, num_tokens=None, *more, **options):
+    return finalize_model_grads(model, None, *more, **options)
+
+
+def doubles(model, num_tokens=None, *more, **options):
+    return finalize_model_grads(model, num_tokens * 2, *more, **options)
+
+
+def scales(model, num_tokens=None, *more, **options):
+    finalize_model_grads(model, num_tokens, *more, **options)
+    for chunk in model:
+        chunk.scale_gradients(0.3)
+
+
+def divides_by_n(model, num_tokens=None, *more, **options):
+    finalize_model_grads(model, num_tokens, *more, **options)
+    for chunk in model:
+        chunk.scale_gradients(1 / toy.total(toy.sequences()))
+
+
+FINALIZE = {
+    (True, "plain"): (finalize_model_grads, lambda n: 1 / n, "trains token_mean"),
+    (True, "drops num_tokens"): (drops, lambda n: 1.0, "and did not divide"),
+    (True, "passes 2 N"): (doubles, lambda n: 0.5 / n, "trains 0.5 times token_mean"),
+    (True, "scales afterwards"): (scales, lambda n: 0.3 / n, "0.3 times what Megatron's"),
+    (True, "divides once more"): (divides_by_n, lambda n: 1 / n**2, "= 1/num_tokens times what"),
+    (False, "plain"): (finalize_model_grads, lambda n: None, "trains microbatch_token_mean"),
+    (False, "scales afterwards"): (scales, lambda n: 0.3, "0.3 times what Megatron's"),
+    (False, "divides by N itself"): (divides_by_n, lambda n: 1 / n, "times what Megatron's"),
+}
+DDP = {
+    "": {},
+    ", distributed optimizer": {"use_distributed_optimizer": True},
+    ", overlap": {"overlap_grad_reduce": True},
+    ", distributed optimizer, overlap": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+    },
+    ", average_in_collective": {"average_in_collective": True},
+}
+
+
+def finalized(*, per_token, finalize, f, ddp):
+    found = toy.sequences()
+    n, dp = toy.total(found), toy.world()
+    chunk = toy.chunk_of(n, per_token=per_token, finalize=finalize, ddp=ddp)
+    weighing, gradient = toy.weighed_step(chunk, found)
+    times = 1.0 if f(n) is None else f(n)
+    return (
+        weighing,
+        gradient,
+        toy.by_hand(found, lambda s: times if per_token else times / (toy.M * dp * s.n_mb)),
+    )
+
+
+for (per_token, name), (function, f, says) in FINALIZE.items():
+    for how, ddp in DDP.items():
+        if per_token and "average" in how:
+            continue  # which Megatron refuses
+        scaling = "per-token" if per_token else "average"
+        put = row(
+            f"finalize, {scaling}, {name}{how}",
+            trains={"plain": says.split()[-1], "drops num_tokens": "token_sum"}.get(name),
+            says=says,
+        )
+        put(partial(finalized, per_token=per_token, finalize=function, f=f, ddp=ddp))
+
+
+@row("the second of two schedule calls", says="was not zero before", is_known=False)
+def second_call():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found))
+    toy.weighed_step(chunk, found)
+    weighing, gradient = toy.weighed_step(chunk, found)
+    first = toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb))
+    return weighing, gradient, 2 * first
+
+
+@row("zeroed inside of the block", trains="microbatch_token_mean")
+def zeroed_inside():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found))
+    toy.weighed_step(chunk, found)
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+    with weighing:
+        chunk.zero_grad_buffer()
+        toy.schedule(chunk, found, toy.stock, weighing)
+    return (
+        weighing,
+        toy.gradient_of(chunk),
+        toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb)),
+    )
+
+
+@row("the optimizer's step and an overflow inside of the block", trains="token_mean")
+def overflow_inside(asks_inside=False):
+    found, scale = toy.sequences(), {"now": 1024.0}
+    chunk = toy.chunk_of(
+        toy.total(found), per_token=True, grad_scale_func=lambda loss: loss * scale["now"]
+    )
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+    with weighing:
+        toy.schedule(chunk, found, toy.stock, weighing)
+        gradient = toy.gradient_of(chunk) / scale["now"]
+        steps = weighing.terms() if asks_inside else None
+        scale["now"] /= 2
+        chunk.module.weight.data.sub_(chunk.module.weight.main_grad)
+        chunk.zero_grad_buffer()
+    weights = toy.by_hand(found, lambda s: 1 / toy.total(found))
+    return steps or weighing, gradient, weights
+
+
+row("weighed inside of the block", trains="token_mean")(partial(overflow_inside, asks_inside=True))
+
+
+@row("fp16's loss scale", trains="sample_mean")
+def loss_scale():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found), grad_scale_func=lambda loss: loss * 2.0**16)
+    b, dp = len(found), toy.world()
+
+    def sample_mean(mine, losses):
+        means = [part.mean() for part in losses.split(toy.lengths_of(mine))]
+        return sum(means) * toy.M * dp / b, {}
+
+    weighing, gradient = toy.weighed_step(chunk, found, sample_mean)
+    return weighing, gradient / 2.0**16, toy.by_hand(found, lambda s: 1 / (b * s.n))
+
+
+# torch's DDP
+
+
+def token_mean_of(found, times=1.0):
+    """Return the loss of a microbatch of a right token mean, under a mean over ranks."""
+    return lambda mine, losses: losses.sum() * times * toy.world() / toy.total(found)
+
+
+def torch_row(name, *, f, **how):
+    @row(f"torch's DDP, {name}", trains="token_mean" if f == 1 or WORLD == 1 else None)
+    def run():
+        found = toy.sequences()
+        made = toy.torch_step(found, token_mean_of(found), **how)
+        times = toy.world() if f == "DP" else f
+        return *made, toy.by_hand(found, lambda s: times / toy.total(found))
+
+
+torch_row("no_sync in all but the last microbatch", f=1)
+torch_row("reduced in each microbatch", f=1, syncs=lambda m: True)
+torch_row("a static graph", f=1, wrap={"static_graph": True}, syncs=lambda m: True)
+torch_row("unused parameters looked for", f=1, wrap={"find_unused_parameters": True})
+torch_row("gradients as views of buckets", f=1, wrap={"gradient_as_bucket_view": True})
+
+
+def unreduced(name, **how):
+    @row(f"torch's DDP, {name}", on=2, says="nothing was reduced", is_known=False)
+    def run():
+        found = toy.sequences()
+        weighing, gradient = toy.torch_step(found, token_mean_of(found), **how)
+        rank = dist.get_rank()
+        weights = toy.by_hand(
+            found, lambda s: toy.world() / toy.total(found) if s.rank == rank else 0.0
+        )
+        return weighing, gradient, weights
+
+
+unreduced("no_sync in every microbatch", syncs=lambda m: False)
+unreduced("a forward pass by .module", forward=lambda ddp: ddp.module)
+
+
+def sums(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return work.then(lambda done: done.value()[0])
+
+
+def registers_a_sum(ddp):
+    ddp.register_comm_hook(None, sums)
+
+
+def clips_and_steps(model):
+    optimizer = torch.optim.SGD(model.parameters())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def has_gradients(ddp):
+    ddp.module.weight.grad = torch.ones_like(ddp.module.weight)
+
+
+torch_row("a comm hook that sums", f="DP", prepare=registers_a_sum)
+torch_row("clipped, stepped and zeroed inside of the block", f=1, end=clips_and_steps)
+
+
+@row("torch's DDP, gradients that were not zero", says="was not zero before", is_known=False)
+def torch_not_zero():
+    found = toy.sequences()
+    made = toy.torch_step(found, token_mean_of(found), prepare=has_gradients)
+    return *made, toy.by_hand(found, lambda s: 1 + 1 / toy.total(found))
+
+
+# A GPT, whose norms and biases are measured.
+
+
+def gpt(
+    *,
+    per_token=True,
+    dtype=torch.float64,
+    ddp=None,
+    changed=lambda gpt: None,
+    **config,
+):
+    """Train a token mean, or a mean of token means of microbatches."""
+    torch.set_default_dtype(dtype)
+    try:
+        made = tiny_gpt.config_of(per_token=per_token, **config)
+        model = tiny_gpt.gpt(made, tiny_gpt.cpu.gpt_layer_spec(made))
+    finally:
+        torch.set_default_dtype(torch.float64)
+    changed(model)
+    chunk = DistributedDataParallel(made, DistributedDataParallelConfig(**(ddp or {})), model)
+    chunk.zero_grad_buffer()
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+
+    def forward_step(iterator, model):
+        tokens = next(iterator)
+        positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+        losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+        losses = weighing.losses(losses)
+        return losses, lambda x: (x.sum(), torch.tensor(x.numel(), dtype=torch.int), {})
+
+    random = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    batches = [torch.randint(2, 16, of, generator=random) for of in ((2, 4), (1, 12))]
+    with weighing:
+        toy.run_batches(chunk, forward_step, batches)
+    return weighing, None, None
+
+
+def gpt_row(name, *, on=None, trains="token_mean", sizes=None, is_measured=True, **how):
+    expected = {"on": on, "trains": trains, "sizes": sizes or {}, "is_measured": is_measured}
+    row(f"GPT, {name}", **expected)(partial(gpt, **how))
+
+
+MEANS = {"per_token": False, "trains": "microbatch_token_mean"}
+gpt_row("per-token")
+gpt_row("average", **MEANS)
+gpt_row("TP 2", on=2, sizes={"tensor_model_parallel_size": 2})
+SP = {"sizes": {"tensor_model_parallel_size": 2}, "sequence_parallel": True}
+gpt_row("TP 2, sequence parallel", on=2, **SP)
+gpt_row("TP 2, sequence parallel, average", on=2, **SP, **MEANS)
+BF16 = {"dtype": torch.bfloat16}
+gpt_row("bf16, buffers in float32", **BF16, ddp={"grad_reduce_in_fp32": True})
+gpt_row("bf16, buffers in bf16", **BF16, ddp={"grad_reduce_in_fp32": False})
+gpt_row("bf16, sequence parallel", on=2, **SP, **BF16, ddp={"grad_reduce_in_fp32": False})
+gpt_row("float32, average", dtype=torch.float32, **MEANS)
+for name, ddp in DDP.items():
+    if name:
+        gpt_row(f"average{name}", ddp=ddp, **MEANS)
+gpt_row("experts", num_moe_experts=2, moe_router_topk=2, add_bias_linear=False)
+gpt_row(
+    "experts over two ranks",
+    on=2,
+    sizes={"expert_model_parallel_size": 2},
+    num_moe_experts=2,
+    moe_router_topk=2,
+    add_bias_linear=False,
+)
+gpt_row(
+    "two instances of the distributed optimizer",
+    on=2,
+    sizes={"num_distributed_optimizer_instances": 2},
+    ddp={"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+)
+
+
+def only(*words):
+    """Freeze every parameter but those whose name has one of the words."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(word in name for word in words))
+
+    return freeze
+
+
+def adds_adapters(model):
+    """Train a LoRA only, whose A has no gradient in step 1, for B is 0."""
+    model.requires_grad_(False)
+    layer = model.decoder.layers[0].mlp.linear_fc1
+    layer.a = torch.nn.Parameter(torch.randn(4, 16))
+    layer.b = torch.nn.Parameter(torch.zeros(layer.weight.shape[0], 4))
+    layer.register_forward_hook(
+        lambda layer, given, out: (out[0] + given[0] @ layer.a.T @ layer.b.T, *out[1:])
+    )
+
+
+def ties(model):
+    model.output_layer.weight = model.embedding.word_embeddings.weight
+
+
+def compiles(model):
+    model.decoder.compile(backend="aot_eager")
+
+
+gpt_row("LoRA in step 1", changed=adds_adapters)
+gpt_row("only a matrix is trained", changed=only("linear_fc1.weight"))
+gpt_row("only query and key norms are trained", changed=only("q_layernorm"), qk_layernorm=True,
+        is_measured=False)  # fmt: skip
+gpt_row("tied embeddings", changed=ties)
+gpt_row("compiled", changed=compiles)
+gpt_row("query and key norms", qk_layernorm=True)
+gpt_row("full recomputation", recompute_granularity="full", recompute_method="uniform",
+        recompute_num_layers=1)  # fmt: skip
+
+
+# Which calls train, and of which microbatch they are.
+
+
+def loop(listen, *, per_token=False, num_microbatches=toy.M, by=None, weigh=None, **how):
+    """Weigh a loop by hand over this rank's microbatches; ``listen``: of a row, returns its loss.
+
+    The loss of a microbatch is divided by M, as the schedule does.
+    """
+    found = toy.sequences(**how)
+    chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+    weighing = weigh or Weighing([chunk], num_microbatches=num_microbatches)
+    with weighing:
+        for m in sorted({s.microbatch for s in toy.own(found)}):
+            listen(weighing, chunk, toy.own(found, m), m, found)
+        n = sum(s.n for s in toy.own(found))
+        chunk.config.finalize_model_grads_func([chunk], torch.tensor(n) if per_token else None)
+    return (
+        weighing,
+        toy.gradient_of(chunk),
+        toy.by_hand(found, by or (lambda s: 1 / toy.total(found))),
+    )
+
+
+def scaled(loss, found):
+    """Make a sum over all ranks and microbatches a mean over N, under a mean over ranks."""
+    return loss * toy.world() / toy.total(found)
+
+
+@row("a call for each sequence, numbered", trains="token_mean")
+def call_per_sequence(**more):
+    def listen(weighing, chunk, mine, m, found):
+        for one in mine:
+            losses = weighing.losses(chunk(toy.tokens_of([one])), microbatch=m)
+            scaled(losses.sum(), found).backward()
+
+    return loop(listen, **more)
+
+
+row("a call for each sequence, numbered, M not passed", trains="token_mean")(
+    partial(call_per_sequence, num_microbatches=None)
+)
+
+
+@row("pieces of equal shape, numbered", trains="token_mean")
+def equal_pieces():
+    def listen(weighing, chunk, mine, m, found):
+        pieces = [weighing.losses(chunk(toy.tokens_of([s])), microbatch=m) for s in mine]
+        scaled(torch.cat(pieces).sum(), found).backward()
+
+    return loop(listen, lengths=(((4, 4), (4, 4)), ((4, 4), (4, 3))))
+
+
+@row("pieces of equal shape, not numbered", is_refused=True, says="pass microbatch= to each call")
+def unnumbered_pieces(**more):
+    def listen(weighing, chunk, mine, m, found):
+        pieces = [weighing.losses(chunk(toy.tokens_of([s]))) for s in mine]
+        scaled(torch.cat(pieces).sum(), found).backward()
+
+    return loop(listen, lengths=(((4, 4), (4, 4)), ((4, 4), (4, 3))), **more)
+
+
+row("pieces of one backward pass, M not passed", is_refused=True, says="in one backward pass")(
+    partial(unnumbered_pieces, num_microbatches=None)
+)
+
+
+@row("the same tokens in a second term", trains="token_mean", term="policy")
+def two_terms():
+    def listen(weighing, chunk, mine, m, found):
+        losses = chunk(toy.tokens_of(mine))
+        lengths = toy.lengths_of(mine)
+        policy = weighing.losses(losses, lengths=lengths, term="policy")
+        kl = weighing.losses(losses.detach() * 2, lengths=lengths, term="kl")
+        scaled(policy.sum() + kl.sum(), found).backward()
+
+    return loop(listen)
+
+
+@row("an evaluation before and after", trains="token_mean")
+def evaluations(num_microbatches=toy.M):
+    def listen(weighing, chunk, mine, m, found):
+        def heard():
+            return weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+
+        with torch.no_grad():
+            heard()
+        scaled(heard().sum(), found).backward()
+        heard()  # a metric that keeps its graph
+
+    return loop(listen, num_microbatches=num_microbatches)
+
+
+row("an evaluation before and after, M not passed", trains="token_mean")(
+    partial(evaluations, num_microbatches=None)
+)
+
+
+@row("a step that was repeated after an error", trains="token_mean")
+def repeated():
+    def listen(weighing, chunk, mine, m, found):
+        for _ in range(2 if m == 0 else 1):
+            chunk.zero_grad_buffer() if m == 0 else None
+            losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+            scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
+@row("a loss that does not follow from what is heard", is_known=False, says="does not follow")
+def captured():
+    def listen(weighing, chunk, mine, m, found):
+        losses = chunk(toy.tokens_of(mine))
+        weighing.losses(losses, lengths=toy.lengths_of(mine))
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
+@row("losses of no dimension", is_refused=True, says="losses of no dimension")
+def no_dimension():
+    def listen(weighing, chunk, mine, m, found):
+        scaled(weighing.losses(chunk(toy.tokens_of(mine)).sum()), found).backward()
+
+    return loop(listen)
+
+
+@row("a mask [s, b] for losses [b, s]", is_refused=True, says="expected the same shape")
+def transposed_mask():
+    def listen(weighing, chunk, mine, m, found):
+        losses = chunk(toy.tokens_of(mine))[None]
+        weighing.losses(losses, torch.ones(losses.T.shape)).sum().backward()
+
+    return loop(listen)
+
+
+UNEQUAL = (((3, 5), (4,), (2,)), ((6, 1),))
+
+
+@row("unequal numbers of microbatches", trains="microbatch_token_mean", on=2)
+def unequal_m():
+    found = toy.sequences(UNEQUAL)
+    m = len(UNEQUAL[parallel_state.get_data_parallel_rank()])
+    chunk = toy.chunk_of(toy.total(found))
+    weighing = Weighing([chunk], num_microbatches=m)
+    with weighing:
+        toy.schedule(chunk, found, toy.stock, weighing)
+    weights = toy.by_hand(found, lambda s: 1 / (len(UNEQUAL[s.rank]) * 2 * s.n_mb))
+    return weighing, toy.gradient_of(chunk), weights
+
+
+@row("sequence parallelism under torch's DDP", trains="sample_mean", on=2)
+def ulysses():
+    """Both ranks hold a part of each of two sequences."""
+    parts = ((3, 2), (1, 2)) if dist.get_rank() == 0 else ((2, 2), (4, 2))
+    n = (5, 4, 5, 4)
+    model = toy.token_model.OneWeightPerToken(18)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    weighing, first = Weighing(ddp, num_microbatches=2), 0 if dist.get_rank() == 0 else 8
+    weights, loss = np.zeros(18), 0.0
+    with weighing:
+        for m, lengths in enumerate(parts):
+            tokens = torch.arange(first, first + sum(lengths))
+            first += sum(lengths)
+            heard = weighing.losses(ddp(tokens), lengths=lengths, cp_group=dist.group.WORLD)
+            for s, part in enumerate(heard.split(list(lengths))):
+                loss = loss + part.sum() * 2 / (4 * n[2 * m + s])
+        loss.backward()
+    at = 0
+    for lengths in (((3, 2), (1, 2)), ((2, 2), (4, 2))):
+        for m, of in enumerate(lengths):
+            for s, k in enumerate(of):
+                weights[at : at + k] = 1 / (4 * n[2 * m + s])
+                at += k
+    step = weighing.weighed()
+    assert [one.tokens for one in step.sequences] == [*n]
+    assert (step.sizes["DP"], step.sizes["CP"]) == (1, 2)
+    np.testing.assert_allclose(model.weight.grad, weights)
+    return weighing, None, None
+
+
+# Steps of this package, weighed from outside and from inside.
+
+
+def aggregated(*, per_token, inside=True, mode="sample_mean", deferred=False, ids=None, **options):
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+    aggregator = LossAggregator([chunk], Aggregation(mode, **options))
+    chunk.zero_grad_buffer()
+    weighing = Weighing([chunk])
+
+    def train(mine):
+        step = aggregator.step(
+            active_tokens=[s.n for s in mine],
+            num_microbatches=len({s.microbatch for s in mine}),
+            **{name: [int(of(s)) for s in mine] for name, of in (ids or {}).items()},
+        )
+        first, numbers = {}, iter(sorted({s.microbatch for s in mine}))
+        for at, s in enumerate(mine):
+            first.setdefault(s.microbatch, at)
+
+        def loss_func(of_microbatch, losses):
+            at = first[next(numbers)]
+            lengths = toy.lengths_of(of_microbatch)
+            ones = torch.ones(len(losses), dtype=torch.int)
+            mb = made.microbatch(range(at, at + len(lengths)), ones, lengths=lengths)
+            loss = mb.reduce(losses)
+            return mb.outputs(loss, report={"loss": loss})
+
+        with step as made, weighing if inside else nullcontext():
+            toy.schedule(chunk, mine, loss_func, weighing)
+
+    with nullcontext() if inside else weighing:
+        if deferred:
+            with aggregator.deferred() as held:
+                for m in range(toy.M):
+                    train(toy.own(found, m))
+                held.finish()
+        else:
+            train(toy.own(found))
+    n = toy.total(found)
+    weight_of = {
+        "token_mean": lambda s: 1 / n,
+        "sample_mean": lambda s: 1 / (len(found) * s.n),
+        "prompt_mean": lambda s: by_prompt(s, found),
+        "constant": lambda s: 1 / (len(found) * 40),
+        "balanced": lambda s: by_group(s, found),
+        "length_power": lambda s: s.n**-0.5 / sum(o.n**0.5 for o in found),
+    }
+    return weighing, toy.gradient_of(chunk), toy.by_hand(found, weight_of[mode])
+
+
+def by_prompt(s, found):
+    return 1 / (number_of(prompt, found) * tokens_like(prompt)(s, found))
+
+
+def by_group(s, found):
+    alike = sum(group(o) == group(s) for o in found)
+    return alike / (len(found) * tokens_like(group)(s, found))
+
+
+def tokens_like(key):
+    return lambda s, found: sum(one.n for one in found if key(one) == key(s))
+
+
+def number_of(key, found):
+    return len({key(one) for one in found})
+
+
+def prompt(s):
+    return s.number
+
+
+def group(s):
+    return s.n > 3
+
+
+def sample(s):
+    return (s.rank, s.microbatch)
+
+
+for per_token in (False, True):
+    scaling = "per-token" if per_token else "average"
+    for mode, options in {
+        "prompt_mean": {"ids": {"prompt": prompt}},
+        "constant": {"divisor": 40},
+        "balanced": {"ids": {"group": group}},
+        "length_power": {"exponent": 0.5},
+    }.items():
+        row(f"our {mode}, {scaling}", trains=mode)(
+            partial(aggregated, per_token=per_token, mode=mode, **options)
+        )
+for per_token in (False, True):
+    scaling = "per-token" if per_token else "average"
+    for mode in ("token_mean", "sample_mean"):
+        for inside in (False, True):
+            where = "inside" if inside else "outside"
+            row(f"our {mode}, {scaling}, weighed from {where}", trains=mode)(
+                partial(aggregated, per_token=per_token, inside=inside, mode=mode)
+            )
+        row(f"our deferred {mode}, {scaling}, weighed as a whole", trains=mode)(
+            partial(aggregated, per_token=per_token, inside=False, mode=mode, deferred=True)
+        )
+
+
+# The mask
+
+
+def masked(name, *, mask, weighs, says, trains=None, shown=""):
+    """``mask``: of positions of a sequence; ``weighs``: which of them have a weight."""
+
+    @row(f"mask: {name}", trains=trains, says=says)
+    def run():
+        found = toy.sequences((((6, 6), (8,)), ((7,), (6, 9))))
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M)
+        total = sum(weighs(s.n).sum() for s in found)
+        weights = np.zeros(toy.total(found))
+        for s in found:
+            weights[list(s.tokens)] = weighs(s.n) / total
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                given = torch.from_numpy(np.concatenate([mask(s.n) for s in mine])).int()
+                has = torch.from_numpy(np.concatenate([weighs(s.n) for s in mine]))
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)), given, lengths=toy.lengths_of(mine)
+                )
+                ((losses * has).sum() * toy.world() / float(total)).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        assert shown in str(weighing.weighed())
+        return weighing, None, None
+
+
+def last(number):
+    return lambda n: np.arange(n) >= n - number
+
+
+masked("as it is", mask=last(4), weighs=last(4), says="trains token_mean", trains="token_mean")
+masked("ignored", mask=last(2), weighs=last(99), says="are outside of the mask", shown="!!!!##")
+masked("off by one", mask=last(3), weighs=lambda n: last(4)(n) & ~last(1)(n),
+       says="tokens of the mask have no weight", shown="..!##0")  # fmt: skip
+masked("in part", mask=last(4), weighs=last(3), says="tokens of the mask have no weight")
+
+
+# Modes and causes
+
+
+def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=None, **expected):
+    """A row whose tokens weigh what a function of a sequence and all of them says."""
+
+    @row(name, on=on, **expected)
+    def run():
+        found = toy.sequences(lengths)
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M, **(given or {}))
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                passed = {key: [of(s) for s in mine] for key, of in (ids or {}).items()}
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine), **passed
+                )
+                w = torch.tensor([weight(s, found) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
+
+
+weighed_as(
+    "prompt_mean",
+    by_prompt,
+    ids={"prompt": prompt},
+    trains="prompt_mean",
+)
+weighed_as(
+    "constant",
+    lambda s, found: 1 / (len(found) * 40),
+    given={"divisor": 40.0},
+    trains="constant",
+)
+weighed_as(
+    "balanced",
+    lambda s, found: (
+        sum(group(o) == group(s) for o in found) / (len(found) * tokens_like(group)(s, found))
+    ),
+    ids={"group": group},
+    trains="balanced",
+)
+weighed_as(
+    "row_mean",
+    lambda s, found: 1 / (number_of(sample, found) * s.b_mb * s.n),
+    ids={"sample": sample},
+    trains="row_mean",
+)
+weighed_as(
+    "length_power",
+    lambda s, found: s.n**-0.5 / sum(o.n**0.5 for o in found),
+    given={"exponent": 0.5},
+    trains="length_power",
+)
+weighed_as(
+    "sample_mean of samples of several sequences",
+    lambda s, found: 1 / (number_of(sample, found) * tokens_like(sample)(s, found)),
+    ids={"sample": sample},
+    trains="sample_mean",
+    on=2,
+)
+weighed_as(
+    "prompt_mean without ids",
+    by_prompt,
+    says="not compared: prompt_mean (prompt)",
+)
+weighed_as("a sum that nobody divided", lambda s, found: 1 / (toy.M * toy.world()),
+           says="times token_mean")  # fmt: skip
+weighed_as(
+    "M times a mean of sample means",
+    lambda s, found: toy.M / (len(found) * s.n),
+    says="cause: a constant factor on sample_mean: 2 = M",
+)
+weighed_as(
+    "token means of microbatches, weighted by samples",
+    lambda s, found: s.b_mb / len(found) / s.n_mb,
+    says="token means of each microbatch, weighted by its samples",
+    on=2,
+)
+weighed_as(
+    "twice a mean of sample means of microbatches",
+    lambda s, found: toy.M / (toy.M * toy.world() * s.b_mb * s.n),
+    says="a mean of one sample mean per microbatch, times 2 = M",
+)
+
+
+# Scripts of Megatron-LM, and the terms of a framework.
+
+
+def script(name, step, *, weight=lambda s, n: 1 / n, m=toy.M, **expected):
+    """``step``: from the model and the sequences of a microbatch to output and loss_func."""
+
+    @row(f"script: {name}", **expected)
+    def run():
+        found = toy.sequences((((6,), (4,)), ((2,), (7,))))
+        chunk, reports = toy.chunk_of(toy.total(found), per_token=True), []
+        listening = weigh_script.ScriptWeighing(
+            1, 1, stop=False, report=lambda *report: reports.append(report)
+        )
+
+        def forward_step(iterator, model):
+            return step(model, toy.own(found, next(iterator)))
+
+        toy.run_batches(chunk, forward_step, range(m), wrap=listening.wrap)
+        (weighed,) = listening.weighed
+        assert bool(reports) == (dist.get_rank() == 0)
+        weights = toy.by_hand(found, lambda s: weight(s, toy.total(found)))
+        return {"loss": weighed}, toy.gradient_of(chunk), weights
+
+
+def num(losses):
+    return torch.tensor(len(losses), dtype=torch.int)
+
+
+def summed(loss_mask, output):
+    """As Megatron-LM's loss_func, whose mask is bound."""
+    return output.sum(), num(output), {}
+
+
+def captured_output(model, mine):
+    losses = model(toy.tokens_of(mine))
+    return losses.detach() * 0, lambda output: (losses.sum(), num(losses), {})
+
+
+def model_twice(model, mine):
+    tokens = toy.tokens_of(mine)
+    both = [model(part) for part in (tokens[:1], tokens[1:])]
+    return torch.cat(both), partial(summed, None)
+
+
+def with_a_reference(model, mine):
+    with torch.no_grad():
+        model(toy.tokens_of(mine))
+    return model(toy.tokens_of(mine)), partial(summed, None)
+
+
+def ignores_its_mask(model, mine):
+    losses = model(toy.tokens_of(mine))
+    return losses, partial(summed, (torch.arange(len(losses)) > 0).float())
+
+
+def masks(model, mine):
+    losses = model(toy.tokens_of(mine))
+    ones = torch.ones(len(losses))
+    return losses, partial(lambda loss_mask, x: ((x * loss_mask).sum(), num(x), {}), ones)
+
+
+script("masked by loss_mask", masks, trains="token_mean")
+script("the loss is of what forward_step captured", captured_output, trains="token_mean")
+script("the model is called twice", model_twice, trains="token_mean")
+script("a reference pass without gradients", with_a_reference, trains="token_mean")
+script("loss_mask is ignored", ignores_its_mask, says="are outside of the mask")
+
+
+def terms(name, reduce, **expected):
+    """``reduce``: from a function that hears losses, and the losses of a microbatch, to a loss."""
+
+    @row(f"terms: {name}", **expected)
+    def run():
+        found = toy.sequences()
+        chunk = toy.chunk_of(toy.total(found))
+        listening, reports = _weigh_terms.TermsWeighing(1, 1, report=lambda *report: None), []
+
+        def forward_step(iterator, model):
+            mine = toy.own(found, next(iterator))
+
+            def heard(losses):
+                return listening.hear(
+                    losses, None, lengths=toy.lengths_of(mine), frame=sys._getframe(1)
+                )
+
+            times = toy.M * toy.world() / toy.total(found)
+            return model(toy.tokens_of(mine)), lambda x: (times * reduce(heard, x), {})
+
+        weigh = listening._trained
+        listening._trained = lambda found: reports.append(found) or weigh(found)
+        toy.run_batches(chunk, forward_step, range(toy.M), wrap=listening.wrap)
+        return reports[0], None, None
+
+
+def policy_twice(heard, x):
+    pg_loss = heard(x).sum()
+    kl_loss = 0.5 * heard(2 * x.detach()).sum()
+    total = pg_loss + kl_loss
+    pg_loss = heard(x).sum()
+    return total + 2 * pg_loss
+
+
+def dropped(heard, x):
+    pg_loss = heard(x).sum()
+    dropped_loss = heard(x).sum()
+    del dropped_loss
+    return pg_loss
+
+
+NAMES = {"names": ["pg_loss", "pg_loss 2"]}
+terms("one name on two lines", policy_twice, term="pg_loss 2", factor=2.0, **NAMES)
+terms("one name on two lines, the first", policy_twice, term="pg_loss", trains="token_mean")
+terms(
+    "computed and dropped",
+    dropped,
+    term="dropped_loss",
+    says="trains nothing",
+    names=["pg_loss", "dropped_loss"],
+)
+
+
+# Loss functions that people run, at CP 2.
+
+
+def split(found, rank=None):
+    """Return the sequences with what a context-parallel rank has of them: 1 of 3 tokens, or 2."""
+    rank = parallel_state.get_context_parallel_rank() if rank is None else rank
+    held = []
+    for s in found:
+        cut = -(-s.n // 3)
+        tokens = s.tokens[:cut] if rank == 0 else s.tokens[cut:]
+        held.append(toy.Sequence(**{**vars(s), "tokens": tokens, "n": len(tokens)}))
+    return held
+
+
+def at_cp_2(name, loss_func, weight, *, per_token=False, **expected):
+    """``loss_func``: of losses; ``weight``: of a sequence, its part, all, and all parts there."""
+
+    @row(f"at CP 2, {name}", on=2, sizes={"context_parallel_size": 2}, **expected)
+    def run():
+        found = toy.sequences((((6, 9), (12,)),), size=1)
+        chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+        weighing, here = Weighing([chunk], num_microbatches=toy.M), split(found)
+
+        def forward_step(iterator, model):
+            mine = toy.own(here, next(iterator))
+            losses = weighing.losses(model(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+            return losses, lambda x: loss_func(x, found)
+
+        with weighing:
+            toy.run_batches(chunk, forward_step, [0, 1])
+        weights = np.zeros(toy.total(found))
+        for rank in range(2):
+            parts = split(found, rank)
+            for s, part in zip(found, parts, strict=True):
+                here = toy.own(parts, s.microbatch)
+                weights[list(part.tokens)] = weight(s, part, found, sum(one.n for one in here))
+        step = weighing.weighed()
+        by_sequence = [weights[list(s.tokens)].sum() for s in found]
+        found_sums = [one.weight_sum for one in step.sequences]
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        np.testing.assert_allclose(found_sums, by_sequence)
+        return weighing, None, None
+
+
+at_cp_2(
+    "a local mean with two outputs",
+    lambda x, found: (x.mean(), {}),
+    lambda s, part, found, n: 1 / (toy.M * n),
+    says="a mean of one token mean per microbatch and context-parallel rank, times 2 = M = CP",
+)
+at_cp_2(
+    "a local mean with two outputs, times CP",
+    lambda x, found: (x.mean() * 2, {}),
+    lambda s, part, found, n: 2 / (toy.M * n),
+    says="per microbatch and context-parallel rank, times 4 = M CP = ",
+)
+at_cp_2(
+    "stock",
+    lambda x, found: (x.sum(), num(x), {}),
+    lambda s, part, found, n: 1 / (toy.M * 2 * n),
+    says="cause: a mean of one token mean per microbatch and context-parallel rank weight of",
+)
+at_cp_2(
+    "CP squared",
+    lambda x, found: (x.sum() / toy.total(found) * toy.M * 4, {}),
+    lambda s, part, found, n: 4 / toy.total(found),
+    says="a constant factor on token_mean: 4 = M CP = ",
+)
+at_cp_2(
+    "a sum that nobody divided",
+    lambda x, found: (x.sum(), torch.tensor(1), {}),
+    lambda s, part, found, n: 1 / 4,
+    says="a constant factor on token_mean: 6.75 = N/(M CP)",
+)
+at_cp_2(
+    "a right token mean",
+    lambda x, found: (x.sum(), num(x), {}),
+    lambda s, part, found, n: 1 / toy.total(found),
+    per_token=True,
+    trains="token_mean",
+)
+
+
+def run(one):
+    """Run a row on all ranks, and compare."""
+    if one.is_refused:
+        weighing, *_ = one.run()
+        with pytest.raises(ContractError) as refused:
+            weighing.weighed()
+        assert one.says in str(refused.value), refused.value
+        return
+    found, gradient, weights = one.run()
+    if weights is not None:
+        np.testing.assert_allclose(gradient, weights, rtol=1e-9, atol=1e-15)
+    steps = found if isinstance(found, dict) else found.terms()
+    step = steps[one.term] if one.term else next(iter(steps.values()))
+    assert len(steps) == 1 or one.term
+    assert one.names in (None, [*steps])
+    said = " ".join(str(step).split())
+    assert (step.trains, bool(step.unknown)) == (one.trains, not one.is_known), said
+    assert one.says in said, said
+    assert step.is_measured == one.is_measured, said
+    assert not one.is_known or ("could not be measured" in said) != one.is_measured
+    if one.factor is not None:
+        assert step.factor == pytest.approx(one.factor)
+    if one.is_known and weights is not None:
+        at = 0
+        for s in step.sequences:
+            part, at = weights[at : at + s.tokens], at + s.tokens
+            values = [s.weight_sum, s.weight_min, s.weight_max]
+            np.testing.assert_allclose(values, [part.sum(), part.min(), part.max()], rtol=1e-9)
+        assert at == len(weights)
+
+
+if __name__ == "__main__":
+    tiny_gpt.start()
+    only = sys.argv[1:]  # words of names
+    for name, one in ROWS.items():
+        if only and not any(word in name for word in only):
+            continue
+        if one.on not in (None, toy.world()):
+            continue
+        if one.sizes:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(**one.sizes)
+        try:
+            run(one)
+            failed = ""
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        if one.sizes:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel()
+        every = [None] * toy.world()
+        dist.all_gather_object(every, failed)
+        if dist.get_rank() == 0:
+            print(f"FAILED {name}: {every}" if any(every) else f"PASSED {name}", flush=True)
