@@ -241,7 +241,7 @@ class _MegatronFsdp(Engine):
     """``mcore_fsdp_adapter.FullyShardedDataParallel``, of ``--use-megatron-fsdp``.
 
     A gradient is added up in the group's ``main_grad_buffer`` (within an instance of hybrid
-    sharding in ``hsdp_gbuf``): in ``no_shard`` and ``optim`` a whole one, which the last
+    sharding in another of the group's): in ``no_shard`` and ``optim`` a whole one, which the last
     microbatch reduces, else a shard, to which each microbatch adds what it has reduced.
     """
 
@@ -287,7 +287,9 @@ class _MegatronFsdp(Engine):
     @property
     def _buffers(self) -> Iterator[tuple[Any, bool]]:
         for group in self._groups:
-            for buffer in (group.main_grad_buffer, group.hsdp_gbuf):
+            # Of full hybrid sharding; until 0.16 by the other name.
+            name = "hsdp_gbuf" if hasattr(group, "hsdp_gbuf") else "hfsdp_helper_gbuf"
+            for buffer in (group.main_grad_buffer, getattr(group, name, None)):
                 if buffer is not None:
                     yield buffer, group.is_expert_param
 
@@ -380,14 +382,17 @@ class _MegatronFsdp(Engine):
         """Finalize does, or each microbatch has."""
 
     def wrap(self, config: Any, ddp_config: Any, module: Any, unit: type) -> Any:
-        # Its groups are parallel_state's.
-        return type(self.chunk)(
+        # Its groups are parallel_state's; it makes those of experts by the config's number of them.
+        without, config.num_moe_experts = config.num_moe_experts, self.chunk.config.num_moe_experts
+        wrapped = type(self.chunk)(
             config=config,
             ddp_config=ddp_config,
             module=module,
             fsdp_unit_modules=[unit],
             device=self.chunk.device,
         )
+        config.num_moe_experts = without
+        return wrapped
 
 
 def unwrapped(chunk: Any) -> Any:

@@ -34,6 +34,8 @@ RIGHT = {
     "optim_grads, in the collective": {"average_in_collective": True},
 }
 """Each strategy as this release reduces it."""
+if megatron_release() > (0, 16):  # stock does not build it without experts
+    del RIGHT["optim_grads, in the collective"]
 BOTH = (False, True)
 
 
@@ -67,7 +69,8 @@ class Live:
     """A chunk in Megatron-FSDP, and its data: per microbatch x and mask."""
 
     def __init__(self, name, *, per_token=False, m=3, has_expert=False, no_sync=True, **ddp):
-        config = tiny_gpt.config_of(per_token=per_token)
+        moe = {"num_moe_experts": 2, "add_bias_linear": False} if has_expert else {}
+        config = tiny_gpt.config_of(per_token=per_token, **moe)
         unit = Unit(has_expert=has_expert)
         self.weight = unit.dense
         self.expert = unit.experts.weight if has_expert else None
