@@ -378,7 +378,10 @@ def count_step(
             active_samples=int(of_ranks["active_sequences"].sum()),
             microbatch_means=_means(of_ranks["active_microbatches"], of_ranks["m"]),
         )
-        table = replace(own, known=totals, longest=int(of_ranks["longest"].max()), **about)
+        assert exchange is not None
+        rank_A = np.full(len(n_S), exchange.rank)  # of this rank's rows only, among all ranks' M
+        longest = int(of_ranks["longest"].max())
+        table = replace(own, known=totals, longest=longest, rank_A=rank_A, **about)
     found, has_ids = table.totals.samples, sequences.sample is not None
     check_sample_count(sequences.sample_count, found, has_ids=has_ids)
     return table

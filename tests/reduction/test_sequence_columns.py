@@ -155,6 +155,26 @@ def test_microbatches_of_other_ranks_arrive_whatever_their_tokens(monkeypatch, t
     assert table.rows.active_tokens.tolist() == [tokens, 1, 0, 2, 5]
 
 
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_the_m_of_a_rank_is_its_own(monkeypatch, has_ids):
+    """Whether the sequences of other ranks are gathered or not."""
+    tokens_RM = [[[4], [], [1, 1]], [[3, 2], [6]], [[8]], []]
+    of_ranks, wanted = [], []
+    for r, tokens_M in enumerate(tokens_RM):
+        rows = [(n, m) for m, ns in enumerate(tokens_M) for n in ns]
+        of_ranks.append(
+            Sequences(
+                active_tokens=[n for n, _ in rows],
+                microbatch=[m for _, m in rows],
+                num_microbatches=len(tokens_M) or 5,
+                sample=[f"{r}/{i}" for i in range(len(rows))] if has_ids else None,
+            )
+        )
+        wanted.append([1 / (len(tokens_M) * 4 * sum(tokens_M[m])) for _, m in rows])
+    found = planned(monkeypatch, of_ranks, Aggregation("microbatch_token_mean"))
+    assert [plan.weights.tolist() for plan in found] == [pytest.approx(one) for one in wanted]
+
+
 def test_sequences_that_only_fill_a_shape_are_counted_as_padding():
     given = {"active_tokens": [3, 9, 1], "is_padding": [0, 1, 0], "num_padding": 2}
     plan = plan_step(Aggregation("sample_mean"), Sequences(**given, lengths=[4, 9, 1]))
