@@ -337,7 +337,7 @@ def count_step(
     sent = {
         "has_fault": bool(fault),
         # The same on every rank: the aggregation, the options, and what is passed.
-        "same": hashed(_BETWEEN.join([*settings, *sequences.said(strings=False)])),
+        "same": hashed(_BETWEEN.join([*settings, *sequences.said(strings=False), *entries])),
         # A bit per kind of id that is passed as strings; -1 if there are no sequences.
         "strings": sum(1 << n for n, one in enumerate(strings) if one) if len(n_S) else -1,
         **which._asdict(),
@@ -566,7 +566,7 @@ class StepCounts:
     @property
     def n_s(self) -> Floats:
         """Active tokens of the sequence."""
-        return np.asarray(self._counted_A, dtype=np.float64)
+        return np.array(self._counted_A, dtype=np.float64)  # a copy, which a function may change
 
     @property
     def n_b(self) -> Floats:

@@ -92,6 +92,17 @@ def test_it_is_checked_and_compared_on_all_ranks(monkeypatch, other, message):
         raise PlanError(found[0])
 
 
+def test_ranks_whose_columns_have_the_same_names_in_a_row_disagree(monkeypatch):
+    """They would wait for columns of another size."""
+    of_ranks = [
+        Sequences(active_tokens=[3], columns=columns)
+        for columns in ({"a, b": [1]}, {"a": [1], "b": [2]})
+    ]
+    found = planned(monkeypatch, of_ranks, Aggregation("token_mean"))
+    assert found[0] == found[1]
+    assert "ranks of the data-parallel group disagree" in found[0]
+
+
 def test_microbatches_are_joined_with_it_and_without_padding():
     parts = [
         WithReward(active_tokens=[3, 0], reward=[1, np.nan], judge=["x", "-"], is_padding=[0, 1]),
