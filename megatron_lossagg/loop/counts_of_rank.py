@@ -40,7 +40,7 @@ def plan_of_rank(
             f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
             "schedule gets"
         )
-    if own_m != num_microbatches and not fault:
+    if not (is_integer(own_m) and own_m == num_microbatches) and not fault:
         fault = (
             f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "
             "leave that of the sequences out"

@@ -102,6 +102,10 @@ def check_a_step_takes_sequences_and_columns_as_keywords():
         other = Sequences(active_tokens=[3], num_microbatches=2)
         (message,) = set(message_by_rank(aggregator, {"active_tokens": other}))
         assert "got num_microbatches 1 and Sequences(num_microbatches=2)" in message, message
+        for wrong in ("1", [1, 1], torch.tensor([1, 1])):
+            other = Sequences(active_tokens=[3], num_microbatches=wrong)
+            (message,) = set(message_by_rank(aggregator, {"active_tokens": other}))
+            assert "got num_microbatches 1 and Sequences(num_microbatches=" in message, message
         with pytest.raises(TypeError, match="turns"):
             aggregator.step([3], turns=[1], num_microbatches=1)
 
