@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,7 +194,10 @@ def _rollout_stops(name):
             load = sys.modules[f"{name}.utils.misc"].load_function
             init = load(args.custom_megatron_init_path)
             init(args)  # as each worker does
-            hooks = sys.modules[init.__module__].HOOKS
+            hooks = getattr(sys.modules[init.__module__], "HOOKS", None)
+            if hooks is None:  # it weighs
+                schedule = sys.modules[f"{name}.backends.megatron_utils.model"]
+                reached(weighs=hasattr(schedule.get_forward_backward_func, "__wrapped__"))
             reached(
                 aggregation=str(checked_aggregation(args, hooks)),
                 carries=load(getattr(args, hooks.carry_argument)).__qualname__,
@@ -293,8 +297,10 @@ def areal():
             engine = controller.train_engine
             (spec,) = controller.config.scheduling_spec
             os.environ.update(spec.env_vars)  # as its scheduler does in a worker
+            weighs = spec.env_vars.get("LOSSAGG_WEIGH")
             reached(
-                aggregation=str(_of_environment()),
+                aggregation=None if weighs else str(_of_environment()),
+                weighs=bool(weighs),
                 engine=f"{engine.__module__}.{engine.__name__}",
                 role=role,
             )
@@ -331,8 +337,15 @@ def nemo_rl():
             return (*[None] * 6, loss_fn, None, checkpointer, None, config, None, None)
 
         def grpo_train(*given):
-            loss_fn = given[5]
-            reached(aggregation=str(loss_fn.aggregation), of=type(loss_fn.loss_fn).__name__)
+            from megatron_lossagg.integrations._weigh_switch import _weigh
+
+            loss_fn = pickle.loads(pickle.dumps(given[5]))  # as each worker does
+            aggregation = vars(loss_fn).get("aggregation")
+            reached(
+                aggregation=aggregation and str(aggregation),
+                of=type(loss_fn.loss_fn).__name__,
+                weighs=bool(_weigh.cache_info().currsize),
+            )
 
         module.setup, module.grpo_train = setup, grpo_train
 

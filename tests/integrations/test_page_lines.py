@@ -26,6 +26,15 @@ def test_slime_and_miles_read_the_pages_file_and_say_what_they_are_to_train(tmp_
     assert f"megatron_lossagg: {framework} is to train {mode}" in done.stdout + done.stderr
 
 
+@needs("Megatron-LM", installed=True)
+@pytest.mark.parametrize(
+    "framework", [pytest.param(one, marks=needs(one)) for one in ("slime", "miles")]
+)
+def test_slime_and_miles_weigh_by_the_line_of_the_page_of_weighing(tmp_path, framework):
+    found, done = page_lines.rollouts(tmp_path, framework, weighed=True)
+    assert found == {"weighs": True}, done.stderr
+
+
 @needs("ms-swift", installed=True)
 @pytest.mark.parametrize("trained", ["sft", "grpo"])
 def test_an_ms_swift_before_4_6_0_is_refused_by_the_plugin(tmp_path, trained):
@@ -64,15 +73,18 @@ def test_primus_trainer_reaches_megatron_lm_with_the_mode(tmp_path):
 
 
 @needs("AReaL", installed=True)
-def test_areals_trainer_tells_the_actors_workers_our_engine_and_the_mode(tmp_path):
-    found, done = page_lines.areal(tmp_path)
-    engine = "megatron_lossagg.integrations.areal.LossAggregationActor"
-    assert found == {**MODE, "engine": engine, "role": "actor"}, done.stderr
+@pytest.mark.parametrize("weighed", [False, True])
+def test_areals_trainer_tells_the_actors_workers_our_engine_and_the_mode(tmp_path, weighed):
+    found, done = page_lines.areal(tmp_path, weighed=weighed)
+    engine = "WeighedActor" if weighed else "LossAggregationActor"
+    wanted = {"engine": f"megatron_lossagg.integrations.areal.{engine}", "role": "actor"}
+    mode = {"aggregation": None} if weighed else MODE
+    assert found == {**wanted, **mode, "weighs": weighed}, done.stderr
 
 
 @needs("NeMo-RL", installed=True)
-def test_nemo_rls_script_gives_its_trainer_the_wrapped_loss_function(tmp_path):
-    found, done = page_lines.nemo_rl(tmp_path)
-    assert found == {"aggregation": "constant: w_s = 1/(B 40960)", "of": "ClippedPGLossFn"}, (
-        done.stderr
-    )
+@pytest.mark.parametrize("weighed", [False, True])
+def test_nemo_rls_script_gives_its_trainer_the_wrapped_loss_function(tmp_path, weighed):
+    found, done = page_lines.nemo_rl(tmp_path, weighed=weighed)
+    mode = None if weighed else "constant: w_s = 1/(B 40960)"
+    assert found == {"aggregation": mode, "of": "ClippedPGLossFn", "weighs": weighed}, done.stderr
