@@ -3,11 +3,22 @@
 Released ones: ``page_checks.py``. Megatron-LM's block for a laptop: ``test_megatron_lm.py``.
 """
 
+from argparse import ArgumentParser
+
 import page_lines
 import pytest
 from frameworks import checkout_of, needs
 
+from megatron_lossagg import add_loss_aggregation_args
+from megatron_lossagg.loop.flags import aggregation_from_args
+
 pytestmark = pytest.mark.launches
+
+
+def test_an_aliass_line_is_the_mode_that_its_system_names():
+    parser = add_loss_aggregation_args(ArgumentParser())
+    args = parser.parse_args(page_lines.words(page_lines.blocks("aliases", "sh")[0]))
+    assert str(aggregation_from_args(args)) == "constant: w_s = 1/(B 4096)"
 
 
 @needs("SkyRL", installed=True)
