@@ -102,12 +102,25 @@ def tiny_model(folder):
     return model
 
 
-def check_skyrl(folder, path):
-    """Start SkyRL; its trainer in Ray trains the page's ``prompt_mean``: 1 / (P n_p) by loops."""
+def skyrl(folder, path, *, weighed=False):
+    """Start SkyRL; return what was reached, or None, and the ended process.
+
+    ``weighed``: SkyRL's own weights, as ``docs/weigh.md`` says.
+    """
     given = ["trainer.strategy=megatron", "trainer.logger=console", "trainer.eval_interval=-1"]
     command = words(blocks("skyrl", "sh")[0], *given, "trainer.placement.colocate_all=false")
-    found, done = started(command, folder, "skyrl", paths=[path])
+    environment = {}
+    if weighed:
+        command.remove("loss_aggregation=prompt_mean")
+        environment = dict(one.split("=") for one in weighing("SkyRL"))
+    return started(command, folder, "skyrl", paths=[path], **environment)
+
+
+def check_skyrl(folder, path):
+    """Start SkyRL; its trainer in Ray trains the page's ``prompt_mean``: 1 / (P n_p) by loops."""
+    found, done = skyrl(folder, path)
     assert found is not None, done.stderr[-4000:]
+    assert found["policy"] == "PolicyWorker"
     line = re.search(r"It is on\*\* if step 1 prints `([^.`]*)", (PAGES / "skyrl.md").read_text())
     assert line[1] in done.stdout + done.stderr
     tokens = {prompt: 0 for prompt, _ in found["sequences"]}

@@ -70,14 +70,15 @@ def is_torchs_launcher():
     return any(word.endswith("torchrun") for word in sys.orig_argv[:2])
 
 
+SKYRL_WORKERS = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"
+"""They patch Bridge's classes when they are imported."""
+
+
 def skyrl():
     """SkyRL's trainer, where it is to build its models."""
     if is_rays_own():
         return
-    workers = (
-        "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"  # patch Bridge's classes
-    )
-    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL, [workers])
+    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL, [SKYRL_WORKERS])
     if sys.version_info < (3, 12):
         import typing
 
@@ -88,7 +89,9 @@ def skyrl():
 
 
 def _skyrl_stops(module):
-    def build_models(trainer, *workers):
+    import ray
+
+    def build_models(trainer, policy, *others):
         from megatron_lossagg.verify.frameworks.drawn_step import Step
         from megatron_lossagg.verify.frameworks.skyrl import batch, prompt_boundaries
 
@@ -99,9 +102,12 @@ def _skyrl_stops(module):
         reached(
             weights=weights[: len(step.lengths)].tolist(),
             sequences=[*zip(step.prompts, step.lengths, strict=True)],
+            policy=policy.__ray_actor_class__.__name__,
         )
 
     module.RayPPOTrainer.build_models = build_models
+    worker = ray.remote(num_gpus=1)(type("PolicyWorker", (), {}))
+    importlib.import_module(SKYRL_WORKERS).PolicyWorker = worker
     module.get_tokenizer = lambda *_, **__: SimpleNamespace(pad_token_id=0)
     experiment = module.BasePPOExp
     experiment.get_train_dataset = experiment.get_inference_client = lambda *_: None

@@ -26,6 +26,15 @@ def test_skyrl_starts_by_the_pages_line_and_its_trainer_in_ray_trains_the_mode(t
     page_lines.check_skyrl(tmp_path, checkout_of("SkyRL"))
 
 
+@needs("SkyRL", installed=True)
+def test_skyrl_weighs_its_own_token_mean_by_the_page_of_weighing(tmp_path):
+    found, done = page_lines.skyrl(tmp_path, checkout_of("SkyRL"), weighed=True)
+    assert found is not None, done.stderr[-4000:]
+    assert found["policy"] == "WeighedPolicyWorker"
+    (weight,) = set(found["weights"])
+    assert weight == pytest.approx(1 / sum(n for _, n in found["sequences"]))
+
+
 @needs("Megatron-LM", installed=True)
 @pytest.mark.parametrize(
     "framework", [pytest.param(one, marks=needs(one)) for one in ("slime", "miles")]
