@@ -201,20 +201,20 @@ class StepBuffer:
         """Count each microbatch, or return why that failed and the error that caused it."""
         if self._fault or not self._reads:
             return None, self._fault, self._cause
-        counts = []
+        counts, active = [], []
         for index, data in enumerate(self._data):
             try:
                 counted = count(data)
                 if not isinstance(counted, Sequences):
                     counted = Sequences(active_tokens=counted)
                 counts.append(counted.listed())
+                active.append(sum(map(float, counts[-1].trained_entries()["active_tokens"])))
             except Exception as error:  # as above
                 fault = (
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
                     "count gives the active tokens of each sequence, on the CPU"
                 )
                 return None, fault, error
-        active = [sum(map(float, one.trained_entries()["active_tokens"])) for one in counts]
         return counts, self._kept.fault(active), None
 
 

@@ -12,7 +12,7 @@ from megatron_lossagg.errors import message_of
 from megatron_lossagg.reduction.exchange import gather_counts
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
-from megatron_lossagg.reduction.sequences import Sequences, columns_of
+from megatron_lossagg.reduction.sequences import Sequences, check_constant, columns_of
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
@@ -40,7 +40,7 @@ def plan_of_rank(
             f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
             "schedule gets"
         )
-    if own_m != num_microbatches and not fault:
+    if not (is_integer(own_m) and own_m == num_microbatches) and not fault:
         fault = (
             f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "
             "leave that of the sequences out"
@@ -66,7 +66,7 @@ def _of_first_rank(
         return given, ""
     own, fault = {}, ""
     try:
-        own = {name: _listed(value) for name, value in given.items()}
+        own = {name: _listed(name, value) for name, value in given.items()}
     except Exception as error:  # of any type: no rank may leave the others waiting
         fault = message_of(error)
     gathered, fault = gather_counts((kind, own), fault, tp_group)
@@ -86,14 +86,14 @@ def _of_first_rank(
     return first, fault
 
 
-def _listed(value: Any) -> Any:
+def _listed(name: str, value: Any) -> Any:
     """Return an argument without tensors and arrays."""
-    if isinstance(value, Tensor):
-        value = value.detach()
+    if name != "active_tokens":  # of a mask, which may be any tensor
+        check_constant(name, value)
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {name: _listed(one) for name, one in value.items()}
+        return {key: _listed(f"{name}[{key!r}]", one) for key, one in value.items()}
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return [one.item() if isinstance(one, Tensor) else one for one in value]

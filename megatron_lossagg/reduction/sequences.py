@@ -82,14 +82,19 @@ def _integers(
     )
 
 
-def _floats(name: str, values: FloatsLike, length: int) -> Floats:
-    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no number per sequence."""
+def check_constant(name: str, values: Any) -> None:
+    """Refuse what requires a gradient, which an array or a list of numbers would drop."""
     given = values if isinstance(values, (list, tuple)) else [values]
     if any(is_tensor(one) and one.requires_grad for one in given):
         raise PlanError(
             f"Sequences.{name} requires a gradient, expected constants: pass {name}.detach(), and "
             "multiply what is trained into the losses"
         )
+
+
+def _floats(name: str, values: FloatsLike, length: int) -> Floats:
+    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no number per sequence."""
+    check_constant(name, values)
     if is_tensor(values):
         if values.device.type != "cpu":
             raise PlanError(
@@ -123,12 +128,16 @@ def _bools(name: str, values: Any, length: int) -> npt.NDArray[np.bool_]:
     return given_S.astype(bool)
 
 
-def _own_columns(given: object, length: int) -> dict[str, Floats]:
-    """Copy each column to float64 ``[S]``, sorted by name; raises :class:`PlanError`."""
+def _check_names(given: object) -> None:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise PlanError(
             f"got columns {given!r}, expected numbers per sequence by name: pass a dict"
         )
+
+
+def _own_columns(given: Any, length: int) -> dict[str, Floats]:
+    """Copy each column to float64 ``[S]``, sorted by name; raises :class:`PlanError`."""
+    _check_names(given)
     columns_S = {name: _floats(f"columns[{name!r}]", given[name], length) for name in sorted(given)}
     for name, value_S in columns_S.items():
         if not np.isfinite(value_S).all():
@@ -324,7 +333,7 @@ class Sequences:
         """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
         if self.is_padding is not None:
             marked = self.listed()
-            num_padding = (self.num_padding or 0) + sum(marked.is_padding)
+            num_padding = (marked.num_padding or 0) + sum(marked.is_padding)
             of_sequences = self.with_entries(marked.trained_entries(), num_padding=num_padding)
             return replace(of_sequences, is_padding=None, lengths=None).checked()
         counts = self.active_tokens
@@ -422,16 +431,24 @@ class Sequences:
     def listed(self) -> Checked:
         """Return these as lists of one length, padding marked; :func:`plan_step` checks the rest.
 
-        Raises :class:`ValueError` for a count without dimension, and :class:`PlanError`.
+        Raises :class:`ValueError` for a count without dimension, and :class:`PlanError` for what
+        :func:`plan_step` cannot see: what is not shared, and what a list or a join would change.
         """
         n_G = np.asarray(whole_numbers(self.active_tokens))
         if n_G.ndim != 1:
             raise ValueError(f"got {n_G.ndim} dimensions, expected one number per sequence")
-        is_padding: Any = [False] * len(n_G) if self.is_padding is None else self.is_padding
-        is_padding = _bools("is_padding", is_padding, len(n_G))
-        marked: Checked = replace(self, active_tokens=n_G, is_padding=is_padding)
+        _check_names(self.columns or {})
+        read: dict[str, Any] = {"is_padding": np.zeros(len(n_G), dtype=bool)}
+        for name, one in columns_of(type(self)).items():
+            given = None if one.is_shared else getattr(self, name)
+            if given is not None:
+                given = given.cpu() if is_tensor(given) else given
+                read[name] = one.read(name, given, len(n_G))
+        marked: Checked = replace(self, active_tokens=n_G, **read)
         found = {}
         for name, values in marked.entries().items():
+            check_constant(name, values)
+            values = [values] if isinstance(values, str) else values  # its letters are no entries
             found[name] = values.tolist() if hasattr(values, "tolist") else list(values)
             if len(found[name]) != len(n_G):
                 raise PlanError(

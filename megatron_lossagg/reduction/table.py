@@ -337,7 +337,7 @@ def count_step(
     sent = {
         "has_fault": bool(fault),
         # The same on every rank: the aggregation, the options, and what is passed.
-        "same": hashed(_BETWEEN.join([*settings, *sequences.said(strings=False)])),
+        "same": hashed(_BETWEEN.join([*settings, *sequences.said(strings=False), *entries])),
         # A bit per kind of id that is passed as strings; -1 if there are no sequences.
         "strings": sum(1 << n for n, one in enumerate(strings) if one) if len(n_S) else -1,
         **which._asdict(),
@@ -378,7 +378,10 @@ def count_step(
             active_samples=int(of_ranks["active_sequences"].sum()),
             microbatch_means=_means(of_ranks["active_microbatches"], of_ranks["m"]),
         )
-        table = replace(own, known=totals, longest=int(of_ranks["longest"].max()), **about)
+        assert exchange is not None
+        rank_A = np.full(len(n_S), exchange.rank)  # of this rank's rows only, among all ranks' M
+        longest = int(of_ranks["longest"].max())
+        table = replace(own, known=totals, longest=longest, rank_A=rank_A, **about)
     found, has_ids = table.totals.samples, sequences.sample is not None
     check_sample_count(sequences.sample_count, found, has_ids=has_ids)
     return table
@@ -563,7 +566,7 @@ class StepCounts:
     @property
     def n_s(self) -> Floats:
         """Active tokens of the sequence."""
-        return np.asarray(self._counted_A, dtype=np.float64)
+        return np.array(self._counted_A, dtype=np.float64)  # a copy, which a function may change
 
     @property
     def n_b(self) -> Floats:

@@ -33,6 +33,12 @@ def words(block, *more):
     return [*typed[:at], *more, *typed[at + 1 :]]
 
 
+def weighing(framework):
+    """Return what the table of ``docs/weigh.md`` says of a framework, each code of its row."""
+    text = (PAGES.parent / "weigh.md").read_text()
+    return re.findall(r"`([^`]*)`", re.search(rf"^\| {framework} \|(.*?)\|", text, re.MULTILINE)[1])
+
+
 def started(command, folder, stop, *, paths=(), timeout=900, **environment):
     """Run a command in a folder until a stop of ``page_stops.py``.
 
@@ -96,12 +102,25 @@ def tiny_model(folder):
     return model
 
 
-def check_skyrl(folder, path):
-    """Start SkyRL; its trainer in Ray trains the page's ``prompt_mean``: 1 / (P n_p) by loops."""
+def skyrl(folder, path, *, weighed=False):
+    """Start SkyRL; return what was reached, or None, and the ended process.
+
+    ``weighed``: SkyRL's own weights, as ``docs/weigh.md`` says.
+    """
     given = ["trainer.strategy=megatron", "trainer.logger=console", "trainer.eval_interval=-1"]
     command = words(blocks("skyrl", "sh")[0], *given, "trainer.placement.colocate_all=false")
-    found, done = started(command, folder, "skyrl", paths=[path])
+    environment = {}
+    if weighed:
+        command.remove("loss_aggregation=prompt_mean")
+        environment = dict(one.split("=") for one in weighing("SkyRL"))
+    return started(command, folder, "skyrl", paths=[path], **environment)
+
+
+def check_skyrl(folder, path):
+    """Start SkyRL; its trainer in Ray trains the page's ``prompt_mean``: 1 / (P n_p) by loops."""
+    found, done = skyrl(folder, path)
     assert found is not None, done.stderr[-4000:]
+    assert found["policy"] == "PolicyWorker"
     line = re.search(r"It is on\*\* if step 1 prints `([^.`]*)", (PAGES / "skyrl.md").read_text())
     assert line[1] in done.stdout + done.stderr
     tokens = {prompt: 0 for prompt, _ in found["sequences"]}
@@ -152,11 +171,20 @@ def ms_swift(folder, trained, *, paths=()):
     return started(typed, folder, "ms_swift", paths=paths, NPROC_PER_NODE="1")
 
 
-def rollouts(folder, framework):
-    """Start slime or miles from its checkout; return what was reached, and the ended process."""
+def rollouts(folder, framework, *, weighed=False):
+    """Start slime or miles from its checkout; return what was reached, and the ended process.
+
+    ``weighed``: with the line of ``docs/weigh.md`` in the page's file.
+    """
     text = (PAGES / f"{framework}.md").read_text()
     option, file = re.search(r"`(--custom-config-path) (\S+\.yaml)`", text).groups()
-    (folder / file).write_text(blocks(framework, "yaml")[0])
+    given = blocks(framework, "yaml")[0]
+    if weighed:
+        line, _ = weighing("slime, miles")
+        line = line.replace(".slime", f".{framework}")
+        given, replaced = re.subn(r"^custom_megatron_init_path: .*$", line, given, flags=re.M)
+        assert replaced == 1
+    (folder / file).write_text(given)
     checkout = checkout_of(framework)
     given = ["--debug-train-only", "--num-layers", "2", "--hidden-size", "32"]
     given += ["--num-attention-heads", "4", "--max-position-embeddings", "64", "--seq-length", "64"]
@@ -245,8 +273,11 @@ def primus(folder):
     return started(command, folder, "primus", paths=paths, BACKEND_PATH=str(megatron))
 
 
-def areal(folder):
-    """Start AReaL with its own file of arguments; return what was reached, and the process."""
+def areal(folder, *, weighed=False):
+    """Start AReaL with its own file of arguments; return what was reached, and the process.
+
+    ``weighed``: AReaL's own weights, as ``docs/weigh.md`` says.
+    """
     before = """
 import sys
 
@@ -258,27 +289,39 @@ config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
 config.actor.scheduling_spec = [SchedulingSpec(**one) for one in config.actor.scheduling_spec]
 train_dataset = valid_dataset = [{"messages": []}] * 8
 """
-    (folder / "train.py").write_text(before + blocks("areal", "python")[0])
+    text, environment = blocks("areal", "python")[0], {}
+    if weighed:
+        variable, stock = weighing("AReaL")
+        text = text.replace('aggregated(PPOTrainer, Aggregation("sample_mean"))', stock)
+        assert stock in text
+        environment = dict([variable.split("=")])
+    (folder / "train.py").write_text(before + text)
     checkout, model = checkout_of("AReaL"), tiny_model(folder)
     file = checkout / "examples" / "math" / "gsm8k_grpo_megatron.yaml"
     command = ["python", "train.py", "--config", str(file), "scheduler.type=local"]
     command += [f"actor.path={model}", f"cluster.fileroot={folder}"]
     command += [f"cluster.name_resolve.nfs_record_root={folder}"]
-    return started(command, folder, "areal", paths=[checkout])
+    return started(command, folder, "areal", paths=[checkout], **environment)
 
 
-def nemo_rl(folder):
+def nemo_rl(folder, *, weighed=False):
     """Start NeMo-RL's GRPO script with the page's lines where the page says they go.
 
-    Returns what was reached, or None, and the ended process.
+    Returns what was reached, or None, and the ended process. ``weighed``: NeMo-RL's own weights.
     """
     checkout, model = checkout_of("NeMo-RL"), tiny_model(folder)
     script = (checkout / "examples" / "run_grpo.py").read_text()
     after_setup = '    rl_init_timer.record("total"'
     assert script.count(after_setup) == 1
-    lines = "".join(f"    {line}\n" for line in blocks("nemo-rl", "python")[0].splitlines())
+    text, environment = blocks("nemo-rl", "python")[0], {}
+    if weighed:
+        variable, stock = weighing("NeMo-RL")
+        text = re.sub(r"aggregated\(loss_fn, .*\)$", stock, text, flags=re.MULTILINE)
+        assert stock in text
+        environment = dict([variable.split("=")])
+    lines = "".join(f"    {line}\n" for line in text.splitlines())
     (folder / "train.py").write_text(script.replace(after_setup, lines + after_setup))
     file = checkout / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
     command = ["python", "train.py", "--config", str(file), f"policy.model_name={model}"]
     command += [f"logger.log_dir={folder}", "checkpointing.enabled=false"]
-    return started(command, folder, "nemo_rl", paths=[checkout])
+    return started(command, folder, "nemo_rl", paths=[checkout], **environment)

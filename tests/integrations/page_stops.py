@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,14 +70,15 @@ def is_torchs_launcher():
     return any(word.endswith("torchrun") for word in sys.orig_argv[:2])
 
 
+SKYRL_WORKERS = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"
+"""They patch Bridge's classes when they are imported."""
+
+
 def skyrl():
     """SkyRL's trainer, where it is to build its models."""
     if is_rays_own():
         return
-    workers = (
-        "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"  # patch Bridge's classes
-    )
-    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL, [workers])
+    stand_ins.install(stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL, [SKYRL_WORKERS])
     if sys.version_info < (3, 12):
         import typing
 
@@ -87,7 +89,9 @@ def skyrl():
 
 
 def _skyrl_stops(module):
-    def build_models(trainer, *workers):
+    import ray
+
+    def build_models(trainer, policy, *others):
         from megatron_lossagg.verify.frameworks.drawn_step import Step
         from megatron_lossagg.verify.frameworks.skyrl import batch, prompt_boundaries
 
@@ -98,9 +102,12 @@ def _skyrl_stops(module):
         reached(
             weights=weights[: len(step.lengths)].tolist(),
             sequences=[*zip(step.prompts, step.lengths, strict=True)],
+            policy=policy.__ray_actor_class__.__name__,
         )
 
     module.RayPPOTrainer.build_models = build_models
+    worker = ray.remote(num_gpus=1)(type("PolicyWorker", (), {}))
+    importlib.import_module(SKYRL_WORKERS).PolicyWorker = worker
     module.get_tokenizer = lambda *_, **__: SimpleNamespace(pad_token_id=0)
     experiment = module.BasePPOExp
     experiment.get_train_dataset = experiment.get_inference_client = lambda *_: None
@@ -193,7 +200,10 @@ def _rollout_stops(name):
             load = sys.modules[f"{name}.utils.misc"].load_function
             init = load(args.custom_megatron_init_path)
             init(args)  # as each worker does
-            hooks = sys.modules[init.__module__].HOOKS
+            hooks = getattr(sys.modules[init.__module__], "HOOKS", None)
+            if hooks is None:  # it weighs
+                schedule = sys.modules[f"{name}.backends.megatron_utils.model"]
+                reached(weighs=hasattr(schedule.get_forward_backward_func, "__wrapped__"))
             reached(
                 aggregation=str(checked_aggregation(args, hooks)),
                 carries=load(getattr(args, hooks.carry_argument)).__qualname__,
@@ -293,8 +303,10 @@ def areal():
             engine = controller.train_engine
             (spec,) = controller.config.scheduling_spec
             os.environ.update(spec.env_vars)  # as its scheduler does in a worker
+            weighs = spec.env_vars.get("LOSSAGG_WEIGH")
             reached(
-                aggregation=str(_of_environment()),
+                aggregation=None if weighs else str(_of_environment()),
+                weighs=bool(weighs),
                 engine=f"{engine.__module__}.{engine.__name__}",
                 role=role,
             )
@@ -331,8 +343,15 @@ def nemo_rl():
             return (*[None] * 6, loss_fn, None, checkpointer, None, config, None, None)
 
         def grpo_train(*given):
-            loss_fn = given[5]
-            reached(aggregation=str(loss_fn.aggregation), of=type(loss_fn.loss_fn).__name__)
+            from megatron_lossagg.integrations._weigh_switch import _weigh
+
+            loss_fn = pickle.loads(pickle.dumps(given[5]))  # as each worker does
+            aggregation = vars(loss_fn).get("aggregation")
+            reached(
+                aggregation=aggregation and str(aggregation),
+                of=type(loss_fn.loss_fn).__name__,
+                weighs=bool(_weigh.cache_info().currsize),
+            )
 
         module.setup, module.grpo_train = setup, grpo_train
 

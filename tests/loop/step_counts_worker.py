@@ -64,10 +64,14 @@ def check_counts_over_tensor_parallel_ranks_are_of_the_types_that_were_passed():
     with an_aggregator(tensor_model_parallel_size=2) as aggregator:
         mixed = message_by_rank(aggregator, {"active_tokens": [3, 2], "prompt": ["1", 1]})
         assert all("Sequences.prompt" in message for message in mixed), mixed
-        sums = torch.tensor([1.5, 2.0], dtype=torch.bfloat16, requires_grad=True)
+        sums = torch.tensor([1.5, 2.0], dtype=torch.bfloat16)
         for given in ({"token_weight_sums": sums}, {"prompt": ["1", "2"], "samples_per_prompt": 2}):
             counts = {"active_tokens": torch.tensor([3, 2]), **given}
             assert message_by_rank(aggregator, counts) == [None] * 4
+        trained = sums.clone().requires_grad_()
+        for given in ({"token_weight_sums": trained}, {"columns": {"turns": trained}}):
+            messages = message_by_rank(aggregator, {"active_tokens": [3, 2], **given})
+            assert all("requires a gradient, expected" in one for one in messages), messages
 
 
 def check_a_tensor_parallel_rank_takes_the_counts_of_the_first():
@@ -98,6 +102,10 @@ def check_a_step_takes_sequences_and_columns_as_keywords():
         other = Sequences(active_tokens=[3], num_microbatches=2)
         (message,) = set(message_by_rank(aggregator, {"active_tokens": other}))
         assert "got num_microbatches 1 and Sequences(num_microbatches=2)" in message, message
+        for wrong in ("1", [1, 1], torch.tensor([1, 1])):
+            other = Sequences(active_tokens=[3], num_microbatches=wrong)
+            (message,) = set(message_by_rank(aggregator, {"active_tokens": other}))
+            assert "got num_microbatches 1 and Sequences(num_microbatches=" in message, message
         with pytest.raises(TypeError, match="turns"):
             aggregator.step([3], turns=[1], num_microbatches=1)
 

@@ -107,6 +107,35 @@ def test_a_fractional_count_is_refused_and_not_truncated(n):
         buffer.plan(Aggregation("token_mean"), lambda microbatch: [n])
 
 
+TRAINED = torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"active_tokens": [None, 1]}, "float"),
+        ({"active_tokens": ["a", "b"]}, "float"),
+        ({"num_padding": "3"}, "got num_padding '3', expected an integer"),
+        ({"lengths": [3.5, 4]}, "Sequences.lengths: got float64"),
+        ({"lengths": [None, 4]}, r"Sequences.lengths: got \[None, 4\]"),
+        ({"lengths": [4]}, "Sequences.lengths: got 1 entries, expected 2"),
+        ({"sequence_weight": TRAINED}, "sequence_weight requires a gradient"),
+        ({"token_weight_sums": TRAINED}, "token_weight_sums requires a gradient"),
+        ({"columns": {"turns": TRAINED}}, "turns requires a gradient"),
+        ({"columns": [1, 2]}, r"got columns \[1, 2\], expected numbers per sequence by name"),
+        ({"columns": {1: [1, 2]}}, "got columns .*, expected numbers per sequence by name"),
+        ({"sample": "ab"}, "Sequences.sample: got 1 entries, expected 2"),
+    ],
+)
+def test_a_microbatch_is_refused_before_ranks_wait_for_its_counts(given, message):
+    """What only this rank sees, and what a list of numbers would no longer show."""
+    whole = Sequences(active_tokens=[3, 1], columns={"turns": [1, 1]})
+    parts = [whole, Sequences(**{"active_tokens": [2, 1]} | given)]
+    buffer = StepBuffer(iter(parts), 2)
+    with pytest.raises(PlanError, match=f"counting microbatch 1 of 2 raised .*{message}"):
+        buffer.plan(Aggregation("token_mean"), lambda part: part)
+
+
 def test_counts_may_be_the_sums_of_masks():
     masks = [torch.tensor([[1.0, 0, 1], [1, 1, 1]]), torch.tensor([[0.0, 0, 0]])]
     plan = StepBuffer(iter(masks), 2).plan(Aggregation("sample_mean"), lambda mask: mask.sum(1))

@@ -49,6 +49,19 @@ def test_under_token_weights_it_counts_these():
     assert plan.expected_weight == pytest.approx(0.75 / 3.5 + 2 / 4.75, rel=1e-15)
 
 
+@pytest.mark.parametrize("count", ["mask", "weights"])
+def test_a_function_may_change_the_array_of_tokens_that_it_is_given(count):
+    def halved(counts):
+        n_s = counts.n_s
+        n_s *= 2
+        return 1 / n_s
+
+    given = Sequences(active_tokens=[4, 1], token_weight_sums=[8.0, 0.5])
+    plan = plan_step(Aggregation(weights=halved, count=count), given)
+    assert plan.weights.tolist() == {"mask": [1 / 8, 1 / 2], "weights": [1 / 16, 1]}[count]
+    assert plan.under("sample_sum").counts.n_s.sum() == {"mask": 5, "weights": 8.5}[count]
+
+
 def test_the_partial_loss_has_its_weights_and_0_is_one():
     plan = planned(lambda c: np.where(c.n_s > 4, 0, 1 / c.n_s))
     layout = Layout.thd_zigzag([0, 4, 6, 7, 12], cp_size=1, cp_rank=0)

@@ -92,6 +92,17 @@ def test_it_is_checked_and_compared_on_all_ranks(monkeypatch, other, message):
         raise PlanError(found[0])
 
 
+def test_ranks_whose_columns_have_the_same_names_in_a_row_disagree(monkeypatch):
+    """They would wait for columns of another size."""
+    of_ranks = [
+        Sequences(active_tokens=[3], columns=columns)
+        for columns in ({"a, b": [1]}, {"a": [1], "b": [2]})
+    ]
+    found = planned(monkeypatch, of_ranks, Aggregation("token_mean"))
+    assert found[0] == found[1]
+    assert "ranks of the data-parallel group disagree" in found[0]
+
+
 def test_microbatches_are_joined_with_it_and_without_padding():
     parts = [
         WithReward(active_tokens=[3, 0], reward=[1, np.nan], judge=["x", "-"], is_padding=[0, 1]),
@@ -132,10 +143,12 @@ def test_columns_are_declared_in_one_file_and_counted_in_one():
     assert set(listing) == {"sequences.py", "table.py"}
 
 
-def test_the_former_name_leads_here_and_warns():
-    with pytest.warns(DeprecationWarning, match="MicrobatchSequences is Sequences now"):
-        former = megatron_lossagg.MicrobatchSequences
-    assert former is Sequences
+def test_the_former_name_leads_here_and_warns_once(monkeypatch):
+    monkeypatch.delitem(vars(megatron_lossagg), "MicrobatchSequences", raising=False)
+    with pytest.warns(DeprecationWarning, match="MicrobatchSequences is Sequences now") as warned:
+        from megatron_lossagg import MicrobatchSequences
+    assert MicrobatchSequences is Sequences
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("tokens", [7, 2**40])
@@ -153,6 +166,26 @@ def test_microbatches_of_other_ranks_arrive_whatever_their_tokens(monkeypatch, t
     table = found[1].table
     assert (table.rows.microbatch.tolist(), table.m_W.tolist()) == ([0, 2, 2, 2, 2], [m, m])
     assert table.rows.active_tokens.tolist() == [tokens, 1, 0, 2, 5]
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_the_m_of_a_rank_is_its_own(monkeypatch, has_ids):
+    """Whether the sequences of other ranks are gathered or not."""
+    tokens_RM = [[[4], [], [1, 1]], [[3, 2], [6]], [[8]], []]
+    of_ranks, wanted = [], []
+    for r, tokens_M in enumerate(tokens_RM):
+        rows = [(n, m) for m, ns in enumerate(tokens_M) for n in ns]
+        of_ranks.append(
+            Sequences(
+                active_tokens=[n for n, _ in rows],
+                microbatch=[m for _, m in rows],
+                num_microbatches=len(tokens_M) or 5,
+                sample=[f"{r}/{i}" for i in range(len(rows))] if has_ids else None,
+            )
+        )
+        wanted.append([1 / (len(tokens_M) * 4 * sum(tokens_M[m])) for _, m in rows])
+    found = planned(monkeypatch, of_ranks, Aggregation("microbatch_token_mean"))
+    assert [plan.weights.tolist() for plan in found] == [pytest.approx(one) for one in wanted]
 
 
 def test_sequences_that_only_fill_a_shape_are_counted_as_padding():

@@ -135,6 +135,13 @@ def test_an_import_that_ends_the_process_is_a_reason(verl_that):
     assert reason.startswith("the process ended with status 3; it printed last: last words")
 
 
+def test_an_import_that_a_signal_ends_is_a_reason_with_its_name(verl_that):
+    verl_that("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    state, reason = only_outcome()
+    assert state == "NOT RUN"
+    assert reason.startswith("the process was ended by SIGKILL. Import verl by itself")
+
+
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
 def test_an_import_that_does_not_end_is_ended(verl_that):
     verl_that("import time; time.sleep(100)")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from signal import Signals
 from typing import Any
 
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -21,7 +22,7 @@ from megatron_lossagg.verify.frameworks.check import (
     none_ran,
     outcome_of,
 )
-from megatron_lossagg.verify.job import Event, launched
+from megatron_lossagg.verify.job import Event, ended_by_signal, launched
 
 DEFAULT = Aggregation("sample_mean")
 """What a framework that is run as a whole trains, if no aggregation is configured."""
@@ -94,7 +95,10 @@ def run_framework(
         reason = f"the process did not end within {timeout:g} s: give it more by --timeout"
     else:
         if done.returncode:
+            _, number = ended_by_signal(done)
             reason = f"the process ended with status {done.returncode}"
+            if number:
+                reason = f"the process was ended by {Signals(number).name}"
             if printed := (done.stderr or done.stdout).strip().splitlines():
                 reason += f"; it printed last: {printed[-1][:300]}"
             reason += f". Import {framework} by itself"
