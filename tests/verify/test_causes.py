@@ -97,6 +97,7 @@ FACTORS = {
     "times_cp": (2, 2, 1),
     "over_m": (1 / 4, 1, 1 / 4),
     "without_cp": (1 / 2, 1, 1 / 2),
+    "without_instances": (1 / 3, 1, 1 / 3),  # of three
     "times_dp": (1, 3, 1),
     "num_tokens_on_every_cp_rank": (1, 1 / 2, 1),
     "report_without_m": (1, 1, 1 / 4),
