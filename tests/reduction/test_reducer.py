@@ -401,5 +401,5 @@ def test_a_microbatch_of_the_plan_has_no_outputs():
     made = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2))
     loss = made(torch.ones(6))
     for call in (lambda: made.outputs(loss), lambda: made.shadow(torch.ones(6))):
-        with pytest.raises(ReducerError, match="belongs to no step: make it with step.microbatch"):
+        with pytest.raises(ReducerError, match=r"belongs to no step: .* step\.microbatch"):
             call()
