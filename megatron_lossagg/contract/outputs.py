@@ -10,7 +10,7 @@ of the mode (N, B, P or Z), so that the quotient is the mode's loss over all tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Number, Real
 from typing import Any
 
@@ -46,10 +46,11 @@ class StepOutputs:
         report: Mapping[str, Tensor],
         means: Means,
         total: float = 1.0,
+        without_total: Collection[str] = (),
     ) -> Outputs:
         """Return loss times K, num_tokens, and the reports with the weight-sum check's two.
 
-        ``total``: D.
+        ``total``: D, except of the reports that ``without_total`` names, whose D is 1.
         """
         scaling = self._scaling
         scaled = (loss if loss.dtype in _WIDE else loss.float()) * scaling.k
@@ -72,7 +73,7 @@ class StepOutputs:
             expected = microbatch.plan.expected_weight
         totals = {}
         if total != 1:
-            totals = dict.fromkeys([*sums, _EXPECTED], total)
+            totals = dict.fromkeys([*sums, _EXPECTED], total) | dict.fromkeys(without_total, 1.0)
         reports = self._reports(sums, device, totals, expected)
         for name, (local_sum, count) in means.items():
             reports[name] = _mean(name, local_sum, count)

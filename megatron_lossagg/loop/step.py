@@ -275,7 +275,10 @@ class Step:
             loss = self._detached(loss)
         if torch._C._current_graph_task_id() < 0:  # else a checkpoint calls loss_func again
             self._note(microbatch, loss, coefficient)
-        return self._made.of(microbatch, loss, report, means, self._total_of(microbatch.plan))
+        if not self.evaluates:
+            return self._made.of(microbatch, loss, report, means)
+        total, others = self._total_of(microbatch.plan), microbatch.others_in(report)
+        return self._made.of(microbatch, loss, report, means, total, others)
 
     def _note(self, microbatch: Microbatch, loss: Tensor, coefficient: float) -> None:
         """Write into the log that loss_func returns for a microbatch."""

@@ -84,6 +84,7 @@ class RunningStep(Protocol):
     """The step that made a microbatch with ``step.microbatch``, as far as the microbatch knows."""
 
     shadows: Mapping[str, Aggregation]
+    evaluates: bool
 
     def _outputs(
         self,
@@ -150,6 +151,8 @@ class Microbatch:
     )
     _shadows: dict[str, Tensor] = field(default_factory=dict, repr=False)
     """What shadows give for the losses that were reduced first."""
+    _others: list[Tensor] = field(default_factory=list, repr=False)
+    """In an evaluation, partial losses under another aggregation than the step's."""
 
     @staticmethod
     def of(
@@ -310,9 +313,12 @@ class Microbatch:
         log.add(line, term, plan)
         if log.on_term is not None:
             log.on_term(line, term, losses, own)
-        has_shadows = self.step is not None and self.step.shadows and not self._shadows
-        if has_shadows and plan.aggregation == log.aggregation:
-            self._shadows.update(self._shadowed(losses))
+        step = self.step
+        if step is not None and (step.shadows or step.evaluates):
+            if plan.aggregation != log.aggregation:
+                self._others += [partial_loss] if step.evaluates else []
+            elif not self._shadows:
+                self._shadows.update(self._shadowed(losses))
         return partial_loss
 
     __call__ = reduce
@@ -344,8 +350,9 @@ class Microbatch:
 
         In a ``forward_only`` step both entries of a report are times D, the total of the step's
         mode (N, B, P or Z): added over evaluation steps they divide to the mode's loss over all
-        that was evaluated. D is 1 for a mode without a total: that is a mean over the steps, as
-        under ``token_sum``. Under another aggregation it is a mean over the steps weighted by D.
+        that was evaluated. D is 1 for a mode without a total, and for what :meth:`reduce` returned
+        under another aggregation: that is a mean over the steps, as under ``token_sum``. It is told
+        by its memory: ``2 * it``, its clone, or a sum with it is a mean weighted by D.
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
         for a microbatch with tokens, if this is of another step or of :meth:`under`, and if the
@@ -464,6 +471,12 @@ class Microbatch:
         layout = self.line.layout
         x_T = checked_losses(x, layout, self.num_past_end)
         return held(x_T, layout) if layout.is_gathered else x_T
+
+    def others_in(self, report: Mapping[str, Tensor]) -> list[str]:
+        """Name the partial losses of a report under another aggregation, detached or not."""
+        others = {other.untyped_storage().data_ptr() for other in self._others}
+        each = report.items() if others else ()
+        return [name for name, value in each if value.untyped_storage().data_ptr() in others]
 
     def shadow_of(self, losses: Tensor, aggregation: Aggregation) -> Tensor:
         """Sum what another aggregation would train: no gradient, not checked, not noted.
