@@ -189,6 +189,15 @@ def test_microbatches_without_a_token_are_means_too():
     assert max(map(len, lines)) <= 80
 
 
+def test_of_all_causes_those_with_the_fewest_factors_are_named():
+    """Two of four microbatches have 4 tokens each: 1/2 of a token mean is also B/M of it."""
+    (one,) = ranks(lambda n_mb, n: 1.0)
+    bounds = {"weight_sum": 1 / 4, "weight_min": 1 / 16, "weight_max": 1 / 16}
+    parts = [replace(one.parts[0], microbatch=m, tokens=4, **bounds) for m in range(2)]
+    step = compare([replace(one, parts=parts, sizes={**one.sizes, "M": 4})])
+    assert step.causes[0] == "a mean of one token mean per microbatch; 2 of 4 have no token"
+
+
 def of_two_ranks(weight):
     """Return two ranks, each as in ``ranks``; ``weight(n_mb, b_mb, n)``: also by its sequences."""
     sequences_of = {sum(lengths): len(lengths) for lengths in LENGTHS}
