@@ -265,6 +265,12 @@ class Step:
                 "got a microbatch of a step that has ended: make it with step.microbatch of the "
                 "running step"
             )
+        if microbatch.plan is not self._plan:
+            raise ContractError(
+                f"got outputs under {microbatch.plan.aggregation}, expected the step's "
+                f"{self.plan.aggregation}: call outputs of what step.microbatch returned, and not "
+                "of its under(...)"
+            )
         if self.forward_only and loss.requires_grad:
             loss = self._detached(loss)
         if torch._C._current_graph_task_id() < 0:  # else a checkpoint calls loss_func again

@@ -315,7 +315,7 @@ class Microbatch:
             log.on_term(line, term, losses, own)
         step = self.step
         if step is not None and (step.shadows or step.evaluates):
-            if plan.aggregation != self.plan.aggregation:
+            if plan.aggregation != log.aggregation:
                 self._others += [partial_loss] if step.evaluates else []
             elif not self._shadows:
                 self._shadows.update(self._shadowed(losses))
@@ -351,12 +351,13 @@ class Microbatch:
         In a ``forward_only`` step both entries of a report are times D, the total of the step's
         mode (N, B, P or Z): added over evaluation steps they divide to the mode's loss over all
         that was evaluated. D is 1 for a mode without a total, and for what :meth:`reduce` returned
-        under another aggregation: that is a mean over the steps, as under ``token_sum``.
+        under another aggregation: that is a mean over the steps, as under ``token_sum``. It is told
+        by its memory: ``2 * it``, its clone, or a sum with it is a mean weighted by D.
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
-        for a microbatch with tokens, if this is of another step, and if the loss needs no gradient
-        in a training step. In a ``forward_only`` step it is detached. Raises :class:`ReducerError`
-        if the plan made it, and no step did.
+        for a microbatch with tokens, if this is of another step or of :meth:`under`, and if the
+        loss needs no gradient in a training step. In a ``forward_only`` step it is detached. Raises
+        :class:`ReducerError` if the plan made it, and no step did.
         """
         if torch.compiler.is_compiling():
             return _outputs_untraced(self, loss, report, means, coefficient=coefficient)

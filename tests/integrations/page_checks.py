@@ -21,10 +21,15 @@ def test_verl_starts_by_the_pages_line_and_its_task_in_ray_has_our_engine_and_th
 
 
 @pytest.mark.parametrize(
-    ("command", "trainer"), [("sft", "MegatronTrainer"), ("rlhf", "MegatronGRPOTrainer")]
+    ("trained", "trainer"),
+    [
+        ("sft", "MegatronTrainer"),
+        ("grpo", "MegatronGRPOTrainer"),
+        ("gkd", "MegatronGKDTrainer"),
+    ],
 )
 def test_ms_swift_starts_by_the_pages_line_and_the_plugin_is_in_its_process(
-    tmp_path, command, trainer
+    tmp_path, trained, trainer
 ):
-    found, done = page_lines.ms_swift(tmp_path, command)
+    found, done = page_lines.ms_swift(tmp_path, trained)
     assert found == {"trainer": trainer, "aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr

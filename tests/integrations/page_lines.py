@@ -132,19 +132,20 @@ def verl(folder):
 
 SWIFT = {
     "sft": ("ms_swift", []),
-    "rlhf": (
-        "ms_swift_grpo",
-        ["--rlhf_type", "grpo", "--use_vllm", "true", "--vllm_mode", "colocate"],
-    ),
+    "grpo": ("ms_swift_grpo", ["--use_vllm", "true", "--vllm_mode", "colocate"]),
+    "gkd": ("ms_swift_gkd", ["--teacher_model", "model", "--teacher_model_type", "qwen2"]),
 }
+"""Our module of what ms-swift trains, and what that needs."""
 
 
-def ms_swift(folder, command, *, paths=()):
+def ms_swift(folder, trained, *, paths=()):
     """Start ms-swift; return what was reached, or None, and the ended process."""
-    module, more = SWIFT[command]
+    module, more = SWIFT[trained]
     (plugin,) = re.findall(r"^# (\w+\.py)$", text := blocks("ms-swift", "python")[0], re.MULTILINE)
+    assert re.search(rf"\b{module}\b", text)
     (folder / plugin).write_text(re.sub(r"\bms_swift\b", module, text))
-    (line,) = [one for one in blocks("ms-swift", "sh")[0].splitlines() if f" {command} " in one]
+    sft, rlhf = blocks("ms-swift", "sh")[0].splitlines()
+    line = sft if trained == "sft" else rlhf.replace(" grpo ", f" {trained} ")
     given = ["--model", tiny_model(folder), "--model_type", "qwen2", "--template", "default"]
     given += ["--dataset", "conversations.jsonl", "--ddp_backend", "gloo", *more]
     typed = words(line, *map(str, given))
@@ -164,3 +165,120 @@ def rollouts(folder, framework):
     command = ["python", str(checkout / "train.py"), option, file, *given]
     paths = [checkout, checkout_of("Megatron-LM")]
     return started(command, folder, framework, paths=paths)
+
+
+def of_bridge():
+    """Return the paths of Megatron-Bridge, with the Megatron-LM that it pins."""
+    return [checkout_of(f"Megatron-Bridge/{path}") for path in ("src", "3rdparty/Megatron-LM")]
+
+
+def bridge(folder):
+    """Start Megatron-Bridge; return what was reached, or None, and the ended process."""
+    before = """
+from bridge_worker import configuration
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.gpt_step import forward_step
+
+config = configuration(1, per_token=False, evaluation_cp=1)
+config.checkpoint.pretrained_checkpoint = "."
+"""
+    (folder / "train.py").write_text(before + blocks("bridge", "python")[0])
+    return started(["python", "train.py"], folder, "bridge", paths=of_bridge())
+
+
+def as_installed(folder, package):
+    """Let what lies in a checkout be found as an installed package, whose version is asked for."""
+    written = folder / f"{package.replace('-', '_')}-9.dist-info"
+    written.mkdir()
+    (written / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9\n")
+
+
+LLAMA_FACTORY = {"bridge": "megatron-bridge", "mcore_adapter": "mcore-adapter"}
+"""The packages of its two Megatron backends."""
+
+
+def llama_factory(folder, backend):
+    """Start LLaMA-Factory; return what was reached, or None, and the ended process."""
+    as_installed(folder, LLAMA_FACTORY[backend])
+    text, (line,) = blocks("llama-factory", "python")[0], blocks("llama-factory", "sh")
+    paths = [checkout_of("LLaMA-Factory/src")]
+    if backend == "bridge":
+        paths += of_bridge()
+    else:
+        (switch,) = re.findall(r"# for (\w+=1): mcore_adapter$", text, re.MULTILINE)
+        line = line.replace("USE_MEGATRON_BRIDGE=1", switch)
+        text = re.sub(r"\bbridge\b", backend, text)
+        paths += [checkout_of("ROLL/mcore_adapter/src")]
+    (folder / "train.py").write_text(text)
+    given = {
+        "model_name_or_path": str(tiny_model(folder)),
+        "stage": "sft",
+        "do_train": True,
+        "dataset": "conversations",
+        "template": "default",
+        "output_dir": str(folder / "out"),
+    }
+    (folder / "your.yaml").write_text(json.dumps(given))
+    command = words(line.replace("--nproc_per_node 8", "--nproc_per_node 1"))
+    # Its tests for versions refuse the transformers that is here.
+    more = {"DISABLE_VERSION_CHECK": "1"}
+    return started(["env", *command], folder, "llama_factory", paths=paths, **more)
+
+
+def primus(folder):
+    """Start what Primus's launcher starts, whose hooks install packages before.
+
+    Returns what was reached, or None, and the ended process.
+    """
+    (folder / "train.py").write_text(blocks("primus", "python")[0])
+    module = {
+        "framework": "megatron",
+        "config": "pre_trainer.yaml",
+        "model": "llama2_7B.yaml",
+        "overrides": {"mock_data": True},
+    }
+    given = {"work_group": "one", "user_name": "one", "exp_name": "one", "workspace": str(folder)}
+    (folder / "your.yaml").write_text(json.dumps({**given, "modules": {"pre_trainer": module}}))
+    megatron = checkout_of("Megatron-LM")
+    command = ["torchrun", "train.py", "train", "pretrain", "--config", "your.yaml"]
+    paths = [checkout_of("Primus"), megatron]
+    return started(command, folder, "primus", paths=paths, BACKEND_PATH=str(megatron))
+
+
+def areal(folder):
+    """Start AReaL with its own file of arguments; return what was reached, and the process."""
+    before = """
+import sys
+
+from areal import PPOTrainer
+from areal.api.cli_args import GRPOConfig, SchedulingSpec, load_expr_config
+
+config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+# omegaconf 2.4.0.dev2, which AReaL pins, makes them of a file's dicts.
+config.actor.scheduling_spec = [SchedulingSpec(**one) for one in config.actor.scheduling_spec]
+train_dataset = valid_dataset = [{"messages": []}] * 8
+"""
+    (folder / "train.py").write_text(before + blocks("areal", "python")[0])
+    checkout, model = checkout_of("AReaL"), tiny_model(folder)
+    file = checkout / "examples" / "math" / "gsm8k_grpo_megatron.yaml"
+    command = ["python", "train.py", "--config", str(file), "scheduler.type=local"]
+    command += [f"actor.path={model}", f"cluster.fileroot={folder}"]
+    command += [f"cluster.name_resolve.nfs_record_root={folder}"]
+    return started(command, folder, "areal", paths=[checkout])
+
+
+def nemo_rl(folder):
+    """Start NeMo-RL's GRPO script with the page's lines where the page says they go.
+
+    Returns what was reached, or None, and the ended process.
+    """
+    checkout, model = checkout_of("NeMo-RL"), tiny_model(folder)
+    script = (checkout / "examples" / "run_grpo.py").read_text()
+    after_setup = '    rl_init_timer.record("total"'
+    assert script.count(after_setup) == 1
+    lines = "".join(f"    {line}\n" for line in blocks("nemo-rl", "python")[0].splitlines())
+    (folder / "train.py").write_text(script.replace(after_setup, lines + after_setup))
+    file = checkout / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+    command = ["python", "train.py", "--config", str(file), f"policy.model_name={model}"]
+    command += [f"logger.log_dir={folder}", "checkpointing.enabled=false"]
+    return started(command, folder, "nemo_rl", paths=[checkout])

@@ -4,6 +4,8 @@ In each of its processes (``page_lines.py``). What the frameworks import and do 
 has stand-ins; what has to be right is written to the file ``REACHED``.
 """
 
+import contextlib
+import importlib
 import importlib.machinery
 import json
 import os
@@ -60,6 +62,11 @@ def is_rays_own():
     """Whether this is one of Ray's own processes, which runs nothing of a user's."""
     words = [word for word in sys.orig_argv if word.endswith(".py") and "/ray/" in word]
     return any("/workers/" not in word for word in words)
+
+
+def is_torchs_launcher():
+    """Whether this process only starts the ranks."""
+    return any(word.endswith("torchrun") for word in sys.orig_argv[:2])
 
 
 def skyrl():
@@ -201,3 +208,136 @@ def _rollout_stops(name):
 def _without_an_engine(module):
     """Leave out the arguments of SGLang, which are not there without it."""
     module.validate_args = lambda args: None
+
+
+def _bridge_reached():
+    from megatron.bridge.training import eval as evaluation
+    from megatron.bridge.training import train
+
+    (hook,) = hooks_of(train.get_forward_backward_func)
+    assert hooks_of(evaluation.get_forward_backward_func) == [hook]
+    reached(aggregation=str(hook.aggregation))
+
+
+def bridge():
+    """Megatron-Bridge, where it is to set up its model; its configuration is checked by then."""
+    import imports_bridge  # noqa: F401
+    from megatron.bridge.training import pretrain
+
+    pretrain.setup = lambda *given, **more: _bridge_reached()
+
+
+def llama_factory():
+    """LLaMA-Factory, where it is to configure Bridge or to load mcore_adapter's model; no data."""
+    if is_torchs_launcher():
+        return
+    if "USE_MCA" in os.environ:
+        from megatron_lossagg import cpu
+
+        cpu.install()
+        stand_ins.install(stand_ins.LLAMA_FACTORY)
+        once_imported("llamafactory.train.mca.workflow", _mca_stops)
+        return
+    bridge()
+    stand_ins.install(stand_ins.LLAMA_FACTORY)
+
+    def stops(workflow):
+        workflow._load_aligned_datasets = lambda *given: ([0], {})
+        workflow._run_on_main_process = lambda *given: None
+        workflow.ensure_megatron_pretrained_checkpoint = lambda **given: "."
+        workflow.build_sft_config = lambda **given: _bridge_reached()
+
+    once_imported("llamafactory.train.megatron_bridge.workflow", stops)
+
+
+def _mca_stops(workflow):
+    from mcore_adapter.trainer import trainer
+
+    def from_pretrained(*given, **more):
+        (hook,) = hooks_of(trainer.get_forward_backward_func)
+        reached(aggregation=str(hook.aggregation))
+
+    workflow.AutoModel.from_pretrained = from_pretrained
+    workflow.get_dataset = lambda *given, **more: {}
+
+
+def primus():
+    """Primus, where Megatron-LM is to set up its model; its arguments are parsed by then."""
+    if is_torchs_launcher():
+        return
+    from megatron_lossagg.cpu.training import install_training
+
+    stand_ins.install(stand_ins.MEGATRON_LM)
+    install_training()
+    from megatron.training import training
+
+    def setup(*given, **more):
+        (hook,) = hooks_of(training.get_forward_backward_func)
+        reached(aggregation=str(hook.aggregation))
+
+    training.initialize_megatron = setup
+
+
+def areal():
+    """AReaL, where its controller is to start the actor's workers, and what it tells them."""
+    import tiny_gpt  # noqa: F401  it lets Megatron-Core run on a CPU
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
+    importlib.import_module("torch._inductor.compile_fx")  # must see that there is no triton
+    stand_ins.install(stand_ins.RAY, stand_ins.DATA, stand_ins.AREAL)
+
+    def stops(module):
+        def initialize(controller, *given, role, **more):
+            from megatron_lossagg.integrations.areal import _of_environment
+
+            engine = controller.train_engine
+            (spec,) = controller.config.scheduling_spec
+            os.environ.update(spec.env_vars)  # as its scheduler does in a worker
+            reached(
+                aggregation=str(_of_environment()),
+                engine=f"{engine.__module__}.{engine.__name__}",
+                role=role,
+            )
+
+        module.TrainController.initialize = initialize
+
+    def parsed(module):
+        def from_str(backend, name=None):  # the parser's own is lark's
+            size = SimpleNamespace(data_parallel_size=1, dp_size=1, world_size=1)
+            return SimpleNamespace(backend=backend.partition(":")[0], parallel=size)
+
+        module.ModelAllocation.from_str = from_str
+
+    once_imported("areal.infra.controller.train_controller", stops)
+    once_imported("areal.api.alloc_mode", parsed)
+
+
+def nemo_rl():
+    """NeMo-RL, where its trainer has its loss function; models, data and Ray come before."""
+    import typing
+
+    import tiny_gpt  # noqa: F401  it lets Megatron-Core run on a CPU
+    import typing_extensions
+
+    stand_ins.install(stand_ins.RAY, stand_ins.DATA, stand_ins.SERVERS, stand_ins.NEMO)
+    stand_ins.install(stand_ins.NEMO_WORKER)
+    typing.TypedDict = typing_extensions.TypedDict  # pydantic models, before Python 3.12
+    stand_ins.older_transformers()
+
+    def stops(module):
+        def setup(config, *given, **more):
+            loss_fn = module.ClippedPGLossFn(config.loss_fn)
+            checkpointer = contextlib.nullcontext()
+            return (*[None] * 6, loss_fn, None, checkpointer, None, config, None, None)
+
+        def grpo_train(*given):
+            loss_fn = given[5]
+            reached(aggregation=str(loss_fn.aggregation), of=type(loss_fn.loss_fn).__name__)
+
+        module.setup, module.grpo_train = setup, grpo_train
+
+    def without(module):
+        module.setup_response_data = lambda *given: (None, None, {}, {})
+
+    once_imported("nemo_rl.algorithms.grpo", stops)
+    once_imported("nemo_rl.data.utils", without)

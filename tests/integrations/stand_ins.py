@@ -28,6 +28,9 @@ SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
 SKYRL = ("cloudpathlib", "pybase64", "zstandard")
 """skyrl 0.4.0 imports them with its trainer: cloud paths, wire formats."""
 
+MEGATRON_LM = ("six",)
+"""A tokenizer of Megatron-LM's."""
+
 BRIDGE = ("transformer_engine", "modelopt", "nvidia_resiliency_ext")
 """Megatron-Bridge's kernels for models that are not built here, distillation, restarts."""
 

@@ -121,7 +121,8 @@ def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, aggre
 def check_an_evaluation_in_steps_of_other_sizes_is_one_loss(chunk, aggregator):
     """Two samples on each of two ranks, of 3 and 2 tokens, then of 1 and 0.
 
-    A term under another mode stays a mean over the steps, reported detached or not.
+    A term under another mode stays a mean over the steps, reported detached or not, by either call;
+    made first, it is not what shadows are of.
     """
     other = made(chunk, Aggregation("token_mean"), shadow="token_mean,sample_sum,token_sum")
     sums, kl_of_steps = {}, []
@@ -133,9 +134,10 @@ def check_an_evaluation_in_steps_of_other_sizes_is_one_loss(chunk, aggregator):
         ):
             mb = a_microbatch(step, [0, 1])
             x = values[0] + values[1] * torch.arange(mb.layout.num_local_tokens)
+            first = mb.under("sample_mean").reduce(x.square())
             loss, kl = mb.reduce(x), mb.reduce(x.square(), "sample_mean")
             report = {"loss": loss, "twice": 2 * loss, "kl": kl, "detached": kl.detach()}
-            *_, reports = mb.outputs(loss, report=report)
+            *_, reports = mb.outputs(loss, report={**report, "first": first})
         for name, pair in reports.items():
             sums[name] = sums.get(name, 0) + pair.double()
         means = [
@@ -144,8 +146,8 @@ def check_an_evaluation_in_steps_of_other_sizes_is_one_loss(chunk, aggregator):
             if n
         ]
         kl_of_steps.append(sum(means) / len(active))
-    first = [0.5 + 2 * at for at in (0, 1, 2, 4, 5)]
-    tokens, samples = [*first, 4.0], 4
+    of_first_step = [0.5 + 2 * at for at in (0, 1, 2, 4, 5)]
+    tokens, samples = [*of_first_step, 4.0], 4
     for pair in sums.values():
         dist.all_reduce(pair)
     found = {name: (pair[0] / pair[1]).item() for name, pair in sums.items()}
@@ -154,13 +156,22 @@ def check_an_evaluation_in_steps_of_other_sizes_is_one_loss(chunk, aggregator):
         "twice": 2 * sum(tokens) / len(tokens),
         "kl": sum(kl_of_steps) / 2,
         "detached": sum(kl_of_steps) / 2,
+        "first": sum(kl_of_steps) / 2,
         "lossagg/weight_sum": 1,
         "lossagg/weight_expected": 1,
         "lossagg/shadow/token_mean": sum(tokens) / len(tokens),
         "lossagg/shadow/sample_sum": sum(tokens) / samples,
         "lossagg/shadow/token_sum": 2 * sum(tokens) / 2,  # of both ranks, a mean over two steps
     }
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert found == pytest.approx(wanted, rel=1e-6), (found, wanted)
+
+
+def check_outputs_are_of_the_steps_own_aggregation(chunk, aggregator):
+    with abandoned(a_step(aggregator)) as step:
+        mb = a_microbatch(step, [0, 1])
+        loss = partial_loss_of(mb)
+        with refused(r"got outputs under token_mean.*the step's constant", r"not of its under"):
+            mb.under("token_mean").outputs(loss)
 
 
 def check_a_microbatch_has_one_layout(chunk, aggregator):
