@@ -1,6 +1,6 @@
 """The live chunks' own process groups, as far as a loss needs them.
 
-Symbols: ``DistributedDataParallel.__init__``, ``pg_collection``, ``parallel_state``.
+Symbols: ``pg_collection``, ``parallel_state``; each engine's in ``engine.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_lossagg.contract.engine import engine_of, model_group
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
@@ -46,18 +47,19 @@ class LiveGroups:
     @staticmethod
     def of(chunks: Sequence[Any]) -> LiveGroups:
         """Read the groups; raises :class:`ContractError` if they contradict one another."""
-        first = chunks[0]
-        dp, dp_cp = _ranks(first.dp_group), _ranks(first.dp_cp_group)
+        first, engines = chunks[0], [engine_of(chunk) for chunk in chunks]
+        engine = engines[0]
+        dp, dp_cp = _ranks(engine.dp_group), _ranks(engine.dp_cp_group)
         for name in ("dp_group", "dp_cp_group", "pp_group"):
-            expected = _ranks(getattr(first, name))
-            for index, chunk in enumerate(chunks):
-                found = _ranks(getattr(chunk, name))
+            expected = _ranks(getattr(engine, name))
+            for index, other in enumerate(engines):
+                found = _ranks(getattr(other, name))
                 if found != expected:
                     raise ContractError(
                         f"chunk {index} has ranks {list(found)} in its {name}, chunk 0 "
                         f"{list(expected)}: wrap all chunks of a rank with the same groups"
                     )
-        cp_group = _model_group(first, "cp")
+        cp_group = model_group(first, "cp")
         cp = _ranks(cp_group)
         size = int(first.config.context_parallel_size)
         is_product = set(cp) <= set(dp_cp) and len(cp) * len(dp) == len(dp_cp)
@@ -65,19 +67,19 @@ class LiveGroups:
             raise ContractError(
                 f"context parallelism of size {size} in the config, over ranks {list(cp)}, does "
                 f"not split the chunk's data-parallel ranks {list(dp_cp)} into groups such as "
-                f"{list(dp)}: build model and DistributedDataParallel with the same groups"
+                f"{list(dp)}: build and wrap the model with the same groups"
             )
         groups = LiveGroups(
-            dp_cp_group=first.dp_cp_group,
-            dp_group=first.dp_group,
+            dp_cp_group=engine.dp_cp_group,
+            dp_group=engine.dp_group,
             dp_size=len(dp),
             dp_cp_size=len(dp_cp),
             cp_group=cp_group,
             cp_size=size,
             cp_rank=cp.index(dist.get_rank()),
-            tp_group=_model_group(first, "tp"),
-            pp_group=first.pp_group,
-            is_last_stage=_ranks(first.pp_group)[-1] == dist.get_rank(),
+            tp_group=model_group(first, "tp"),
+            pp_group=engine.pp_group,
+            is_last_stage=_ranks(engine.pp_group)[-1] == dist.get_rank(),
             split=_split(first.config, size),
         )
         if getattr(first.config, "dynamic_context_parallel", False):
@@ -128,28 +130,5 @@ def _split(config: Any, cp_size: int) -> Literal["zigzag", "contiguous"]:
     return "contiguous" if mode == "contiguous" and cp_size > 1 else "zigzag"
 
 
-def unwrapped(chunk: Any) -> Any:
-    """Return the model inside its wrappers (DDP, Float16Module)."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
-    """Return a group that the model was built with (the model keeps them from 0.14 on)."""
-    groups = getattr(unwrapped(chunk), "pg_collection", None)
-    group: ProcessGroup | None = getattr(groups, name, None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    global_groups = {
-        "cp": parallel_state.get_context_parallel_group,
-        "tp": parallel_state.get_tensor_model_parallel_group,
-    }
-    global_group: ProcessGroup = global_groups[name]()
-    return global_group

@@ -3,8 +3,7 @@
 Finalize reduces what lies in the buffers and, in the per-token loss scaling, divides it by
 num_tokens. Called after each of several schedule calls it would do so to earlier gradients once
 more. Symbols: ``config.finalize_model_grads_func``, ``config.no_sync_func``,
-``config.grad_sync_func``, ``DistributedDataParallel.no_sync``, ``start_grad_sync`` and
-``scale_gradients``.
+``config.grad_sync_func``, the chunks' ``no_sync`` and ``scale_gradients``.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lossagg.contract.engine import Engine, engine_of
 from megatron_lossagg.contract.finalize import FinalizeHook, ListeningHook
 from megatron_lossagg.errors import ContractError
 
@@ -30,8 +30,11 @@ class HeldGradients:
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._chunks = chunks
+        self._engines = [engine_of(chunk) for chunk in chunks]
+        if fault := self._engines[0].cannot_hold():
+            raise ContractError(fault)
         self._config = chunks[0].config
-        hold = [partial(self._hold, chunk) for chunk in chunks]
+        hold = [partial(self._hold, engine) for engine in self._engines]
         self._set = {
             "finalize_model_grads_func": self.keep,
             "no_sync_func": hold if len(chunks) > 1 else hold[0],
@@ -51,8 +54,8 @@ class HeldGradients:
             )
         self._put(self._set)
         self._no_sync = ExitStack()
-        for chunk in chunks:
-            self._hold(chunk)
+        for engine in self._engines:
+            self._hold(engine)
 
     @property
     def own_finalize(self) -> Any:
@@ -63,13 +66,13 @@ class HeldGradients:
         for name, value in values.items():
             setattr(self._config, name, value)
 
-    def _hold(self, chunk: Any) -> AbstractContextManager[None]:
+    def _hold(self, engine: Engine) -> AbstractContextManager[None]:
         """Stand in for a chunk's ``no_sync``: leaving it lets no last microbatch reduce.
 
         The schedule enters it in each call, so that zeroing gradients, which lets the chunk reduce
         again, does no harm.
         """
-        self._no_sync.enter_context(chunk.no_sync())
+        self._no_sync.enter_context(engine.hold())
         return nullcontext()
 
     def keep(self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
@@ -96,9 +99,8 @@ class HeldGradients:
         Collectives: those of Megatron's own finalize.
         """
         self.release()
-        for chunk in self._chunks:
-            if chunk.ddp_config.overlap_grad_reduce:  # no backward pass has started it
-                chunk.start_grad_sync()
+        for engine in self._engines:
+            engine.reduce_held()
         args, kwargs = self._more
         self.own_finalize(list(self._chunks), self._num_tokens, *args, **kwargs)
         for chunk in self._chunks:

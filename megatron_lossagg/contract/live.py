@@ -1,34 +1,22 @@
 """What is read from the live, wrapped model chunks, and which of them are refused.
 
 Which options are rejected is in :mod:`megatron_lossagg.contract.megatron_options`. Symbols:
-``DistributedDataParallel``, ``TransformerConfig``, ``rerun_state_machine``.
+``TransformerConfig``, ``rerun_state_machine``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from megatron_lossagg.contract.engine import engine_of, megatron_release, megatron_version
 from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ContractError
 
 _OLDEST_MEGATRON = (0, 13)
-
-
-def megatron_version() -> str:
-    """Return the version of the Megatron-Core that is imported."""
-    import megatron.core
-
-    return str(megatron.core.__version__)
-
-
-def megatron_release() -> tuple[int, ...]:
-    """Return its major and minor version."""
-    return tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:2])
 
 
 def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -> LossScaling:
@@ -44,7 +32,8 @@ def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -
     if not chunks:
         raise ContractError("got no model chunk: pass the chunks that the schedule gets")
     for chunk in chunks:
-        _check_wrapper(chunk)
+        if fault := engine_of(chunk).fault():
+            raise ContractError(fault)
     config = chunks[0].config
     check_options(
         "model config",
@@ -56,20 +45,6 @@ def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -
     return "per_token" if config.calculate_per_token_loss else "average"
 
 
-def _check_wrapper(chunk: Any) -> None:
-    from megatron.core.distributed import DistributedDataParallel
-
-    kind = type(chunk).__name__
-    # torch's fully_shard makes a subclass of what it shards.
-    is_fsdp = "fsdp" in f"{type(chunk).__module__}.{kind}".lower() or "FullyShard" in kind
-    if is_fsdp or not isinstance(chunk, DistributedDataParallel):
-        raise ContractError(
-            f"got a {kind}, expected Megatron-Core's DistributedDataParallel: pass "
-            "the wrapped chunks that the schedule gets, after wrapping; Megatron-FSDP and FSDP2 "
-            "reduce gradients by rules of their own that are not compensated here"
-        )
-
-
 def may_hold_back(no_sync: Any, chunks: Sequence[Any]) -> bool:
     """Whether a no_sync_func may hold back the reduction of these chunks' gradients.
 
@@ -78,7 +53,9 @@ def may_hold_back(no_sync: Any, chunks: Sequence[Any]) -> bool:
     while isinstance(no_sync, partial):
         no_sync = no_sync.func
     owner = getattr(no_sync, "__self__", None)
-    is_of_others = hasattr(owner, "ddp_config") and all(owner is not chunk for chunk in chunks)
+    is_of_others = hasattr(owner, "ddp_config") and all(
+        owner is not module for chunk in chunks for module in engine_of(chunk).modules
+    )
     return no_sync is not None and no_sync is not nullcontext and not is_of_others
 
 

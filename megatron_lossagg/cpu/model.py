@@ -163,8 +163,8 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[Shard]:
     """Walk this rank's parameters under their global names; no collective.
 
     ``chunks``: the GPT model chunks of this rank, wrapped in Megatron-Core's
-    ``DistributedDataParallel`` or not. Tied embeddings are refused: their weight lies on
-    two pipeline stages under two names.
+    ``DistributedDataParallel``, in Megatron-FSDP, or not. Tied embeddings are refused: their weight
+    lies on two pipeline stages under two names.
     """
     for chunk in chunks:
         model = _unwrap(chunk)
@@ -175,7 +175,9 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[Shard]:
             )
         for name, parameter in model.named_parameters():
             module = model.get_submodule(name.rpartition(".")[0])
-            yield _shard(_global_name(model, name), parameter, module, model.config)
+            # Megatron-FSDP keeps the parameter that it has split.
+            own = getattr(parameter, "orig_param", parameter)
+            yield _shard(_global_name(model, name), own, module, model.config)
 
 
 def initialize_weights(chunks: Iterable[torch.nn.Module], *, seed: int) -> None:

@@ -9,13 +9,16 @@ as Megatron-Core ships them, a GPT's fused functions uncompiled.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
+import importlib.util
 import os
 import pkgutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +51,9 @@ class _CpuStream:
         """Answer with itself: what has been submitted is done."""
         del args
         return self
+
+    def wait(self) -> None:
+        """Return immediately, as the event that :meth:`record_event` answers with."""
 
     def wait_stream(self, stream: object) -> None:
         """Return immediately: the other stream has finished too."""
@@ -88,6 +94,45 @@ def _on_cpu(
     return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
 
 
+class _TorchOnCpu:
+    """torch as a module of Megatron-Core sees it, whose CUDA devices are the CPU."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    @staticmethod
+    def device(*name: Any) -> torch.device:
+        """Make a device; of CUDA's, the CPU."""
+        is_cuda = isinstance(name[0], str) and name[0].startswith("cuda")
+        return _CPU if is_cuda else torch.device(*name)
+
+
+def _mesh_on_cpu(original: Any) -> Any:
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        device_type = _CPU.type if _is_cuda(device_type) else device_type
+        return original.from_group(group, device_type, *args, **kwargs)
+
+    return SimpleNamespace(from_group=from_group)
+
+
+def _class_of_nothing(original: Any) -> type:
+    return original if isinstance(original, type) else type("TELinear", (), {})
+
+
+def _scaled_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Megatron-FSDP scale before a collective, as it does in bfloat16: gloo's cannot."""
+
+    def reduce_op(gradient: Any, factor: Any, ddp_config: Any) -> Any:
+        ddp_config = copy.copy(ddp_config)
+        ddp_config.gradient_reduce_div_fusion = False
+        return original(gradient, factor, ddp_config)
+
+    return reduce_op
+
+
 @around
 def _cuda_type_name(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     answer = original(*args, **kwargs)
@@ -119,6 +164,8 @@ def instead(replacement: Any) -> Callable[[Any], Any]:
 def _cpu_random_state(*args: object, **kwargs: object) -> torch.Tensor:
     return torch.default_generator.get_state()
 
+
+_FSDP = "megatron.core.distributed.fsdp"
 
 # Above each name what does not run on a CPU without it.
 STAND_INS: dict[str, Replacement] = {
@@ -153,6 +200,14 @@ STAND_INS: dict[str, Replacement] = {
     # megatron.core.transformer.moe.moe_utils.RouterGatingLinearFunction: an import without
     # Transformer Engine leaves the name undefined, here it is None
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": lambda original: original,
+    # Megatron-FSDP, whose device is f"cuda:{torch.cuda.current_device()}"
+    f"{_FSDP}.mcore_fsdp_adapter.torch": _TorchOnCpu,
+    f"{_FSDP}.src.megatron_fsdp.megatron_fsdp.torch": _TorchOnCpu,
+    f"{_FSDP}.mcore_fsdp_adapter.DeviceMesh": _mesh_on_cpu,
+    f"{_FSDP}.mcore_fsdp_adapter.TELinear": _class_of_nothing,  # a mock without it
+    f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": (
+        _scaled_before
+    ),
 }
 
 _originals: dict[str, Any] = {}
@@ -200,9 +255,11 @@ def _uncompiled() -> Iterator[None]:
 
 
 def replace(stand_ins: Mapping[str, Replacement]) -> None:
-    """Replace the names of a table in this process."""
+    """Replace the names of a table in this process; of Megatron-FSDP's, those of this release."""
     for name, make in stand_ins.items():
         owner_name, _, attribute = name.rpartition(".")
+        if owner_name.startswith(_FSDP) and not _is_module(owner_name):
+            continue
         owner = _owner(owner_name)
         _originals[name] = original = getattr(owner, attribute, None)
         setattr(owner, attribute, make(original))
@@ -211,6 +268,13 @@ def replace(stand_ins: Mapping[str, Replacement]) -> None:
 def replaced() -> frozenset[str]:
     """Return the names that were replaced in this process."""
     return frozenset(_originals)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _owner(name: str) -> Any:

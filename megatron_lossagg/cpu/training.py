@@ -167,7 +167,9 @@ def install_training() -> None:
     :class:`ContractError` if it does not, before anything is replaced.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes most of a short run
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron-LM
+    # Asked for by Megatron-LM; and anything but 1 by its Megatron-FSDP.
+    connections = "8" if "--use-megatron-fsdp" in sys.argv else "1"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     if "torch.cuda.device_count" in replaced():
         return
     found = None

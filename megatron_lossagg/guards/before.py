@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.finalize import (
     hook_of,
     is_megatrons_finalize,
@@ -234,24 +235,32 @@ def unknown_divisor(run: RunFacts, asked: Asked) -> None:
 
 
 def early_reduction(run: RunFacts, asked: Asked) -> None:
-    """Refuse an overlapping reduction that nothing holds back until the last microbatch."""
+    """Refuse an overlapping reduction that nothing holds back until the last microbatch, or one
+    after which finalize reduces once more.
+    """
     if asked.forward_only or asked.deferred is not None:
         return
-    overlaps = any(
-        chunk.ddp_config.overlap_grad_reduce
-        and (run.groups.dp_cp_size > 1 or chunk.expert_parallel_buffers)
-        for chunk in run.chunks
-    )
+    engines = [
+        engine
+        for engine in map(engine_of, run.chunks)
+        if run.groups.dp_cp_size > 1 or engine.has_experts
+    ]
     found = run.config.no_sync_func
     functions = found if isinstance(found, (list, tuple)) else [found]
-    holds = all(may_hold_back(function, run.chunks) for function in functions)
-    if overlaps and asked.num_microbatches > 1 and not holds:
+    holds = [may_hold_back(function, run.chunks) for function in functions]
+    if any(holds) and any(engine.reduces_twice_in_no_sync for engine in engines):
+        raise ContractError(
+            "got config.no_sync_func without overlap_grad_reduce on Megatron-FSDP, which would "
+            "reduce gradients twice: leave no_sync_func None"
+        )
+    is_needed = any(engine.needs_no_sync(asked.num_microbatches) for engine in engines)
+    if is_needed and not all(holds):
         state = "None" if found is None else "not theirs"
         raise ContractError(
             f"got {asked.num_microbatches} microbatches with overlap_grad_reduce, and "
             f"config.no_sync_func is {state}: gradients would be reduced before the last "
-            "microbatch has added its own; set config.no_sync_func to the chunks' no_sync, as "
-            "megatron.training does"
+            "microbatch has added its own, or by Megatron-FSDP never; set config.no_sync_func to "
+            "the chunks' no_sync, as megatron.training does"
         )
 
 
@@ -263,7 +272,7 @@ def accumulation(run: RunFacts, asked: Asked) -> None:
     if not asked.accumulates:
         return
     config, ddps = run.config, [chunk.ddp_config for chunk in run.chunks]
-    shards = run.groups.dp_cp_size > 1 and any(ddp.use_distributed_optimizer for ddp in ddps)
+    shards = run.groups.dp_cp_size > 1 and any(engine_of(chunk).shards for chunk in run.chunks)
     reduced_again = {
         "--calculate-per-token-loss": run.loss_scaling == "per_token",
         "the distributed optimizer": shards,

@@ -2,7 +2,7 @@
 
 The loss scaling is frozen in two places when a model is built and wrapped (DDP's
 ``gradient_scaling_factor``, every MoE router) and read live in two (schedule, finalize): all must
-agree. Symbols: ``DistributedDataParallel.__init__``, ``TransformerConfig``.
+agree. Symbols: ``TransformerConfig``; each engine's in ``contract/engine.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_lossagg.contract.engine import Engine, engine_of
 from megatron_lossagg.contract.scaling import LossScaling, ddp_factor
 from megatron_lossagg.errors import ContractError
 
@@ -27,8 +28,7 @@ class _FrozenChunk:
     """What one chunk keeps of the loss scaling that it was built in."""
 
     chunk: Any
-    scaled: tuple[Any, ...]
-    """Gradient buffers and their buckets: DDP scales by each bucket's own copy."""
+    engine: Engine
     modules: tuple[tuple[str, Any], ...]
     """Those with a ``calculate_per_token_loss`` of their own: MoE routers."""
 
@@ -49,19 +49,15 @@ class Frozen:
 
     @staticmethod
     def of(chunks: Sequence[Any], loss_scaling: LossScaling) -> Frozen:
-        """Find buffers, buckets and routers, and compare them for the first time."""
+        """Find routers, and compare them for the first time."""
         found = []
         for chunk in chunks:
-            # In the average loss scaling DDP gives experts a factor of their own.
-            experts = chunk.expert_parallel_buffers if loss_scaling == "per_token" else []
-            buffers = [*chunk.buffers, *experts]
-            scaled = (*buffers, *(bucket for buffer in buffers for bucket in buffer.buckets))
             modules = tuple(
                 (name, module)
                 for name, module in chunk.named_modules()
                 if isinstance(getattr(module, "calculate_per_token_loss", None), bool)
             )
-            found.append(_FrozenChunk(chunk, scaled, modules))
+            found.append(_FrozenChunk(chunk, engine_of(chunk), modules))
         frozen = Frozen(found, loss_scaling, int(chunks[0].config.context_parallel_size))
         frozen.check()
         return frozen
@@ -84,7 +80,7 @@ class Frozen:
                     "layouts are read once; leave it, and eval_context_parallel_size of "
                     "Megatron-Bridge unset"
                 )
-            size = dist.get_world_size(chunk.dp_cp_group)
+            size = dist.get_world_size(frozen.engine.dp_cp_group)
             averages = bool(chunk.ddp_config.average_in_collective)
             if per_token and averages:
                 raise ContractError(
@@ -93,7 +89,8 @@ class Frozen:
                     "leave it False"
                 )
             expected = ddp_factor(self._loss_scaling, size, average_in_collective=averages)
-            factors = {part.gradient_scaling_factor for part in frozen.scaled}
+            # In the average loss scaling experts have a factor of their own.
+            factors = frozen.engine.factors(of_experts=per_token)
             if factors - {expected}:
                 raise ContractError(
                     f"chunk {index} scales gradients by {sorted(factors)}, the "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
@@ -119,18 +119,7 @@ class GradientBuffers(Guard):
 def _nonzero(step: StepFacts) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Count the values that are not zero in a part of each gradient buffer, by chunk and number."""
     for index, chunk in enumerate(step.chunks):
-        # Then parameters are gathered into the gradient buffers.
-        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            continue
-        for number, buffer in enumerate((*chunk.buffers, *chunk.expert_parallel_buffers)):
-            data = buffer.grad_data
-            if data.numel() and data.untyped_storage().size() and not _is_left(buffer):
+        for number, data in enumerate(engine_of(chunk).gradients()):
+            if data.numel() and data.untyped_storage().size():
                 some = data[:: -(-data.numel() // _LOOKED_AT)]
                 yield (index, number), some.count_nonzero()
-
-
-def _is_left(buffer: Any) -> bool:
-    """Whether the parameters were wrapped anew, so that their gradients are in another buffer."""
-    found = getattr(next(iter(getattr(buffer, "params", ())), None), "main_grad", None)
-    address = buffer.grad_data.untyped_storage().data_ptr()
-    return found is not None and found.untyped_storage().data_ptr() != address

@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.contract.groups import LiveGroups, unwrapped
+from megatron_lossagg.contract.engine import unwrapped
+from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import HOOK
 from megatron_lossagg.integrations._refusals import imported, replaced

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_lossagg.contract.groups import unwrapped
+from megatron_lossagg.contract.engine import unwrapped
 from megatron_lossagg.contract.outputs import stock_report
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.guards.framework_loss import compare_graphs, compare_with_framework

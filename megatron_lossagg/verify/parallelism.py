@@ -86,6 +86,17 @@ class Parallelism:
             "choices": ("zigzag", "contiguous"),
         },
     )
+    megatron_fsdp: str = field(
+        default="off",
+        metadata={
+            "help": "wrap the model in Megatron-FSDP with this sharding strategy, with --float32 "
+            "or --bf16 (default off)",
+            "choices": ("off", "no_shard", "optim", "optim_grads", "optim_grads_params"),
+        },
+    )
+    outer_sharding: bool = _switch(
+        "outer sharding", "shard over optimizer instances too, with --megatron-fsdp"
+    )
     moe: bool = _switch("MoE", "experts, with router and z losses in addition to the main loss")
     mtp: bool = _switch(
         "MTP", "a multi-token-prediction layer with a loss of its own; with --float32"
@@ -153,8 +164,13 @@ class Parallelism:
             raise ProofError(
                 f"ep {self.ep} does not divide dp * cp * tp = {self.dp * self.cp * self.tp}"
             )
-        if self.optimizer_instances > 1 and not self.distributed_optimizer:
+        is_fsdp = self.megatron_fsdp != "off"
+        if self.optimizer_instances > 1 and not (self.distributed_optimizer or is_fsdp):
             raise ProofError("several optimizer instances need --distributed-optimizer")
+        if is_fsdp and not self.megatrons_losses:
+            raise ProofError("Megatron-FSDP has no float64 gradients: add --float32 or --bf16")
+        if self.outer_sharding and not (is_fsdp and self.optimizer_instances > 1):
+            raise ProofError("outer_sharding needs --megatron-fsdp and several optimizer instances")
         if (self.dp * self.cp) % self.optimizer_instances:
             raise ProofError(
                 f"{self.optimizer_instances} optimizer instances do not divide dp * cp = "
@@ -259,6 +275,8 @@ class Parallelism:
         ]
         if self.optimizer_instances > 1:
             options.append(f"{self.optimizer_instances} instances")
+        if self.megatron_fsdp != "off":
+            options.append(f"Megatron-FSDP {self.megatron_fsdp}")
         if self.packing != "thd":
             options.append(self.packing)
         if self.cp_partition != "zigzag":

@@ -106,7 +106,7 @@ def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
-    """Build this rank's model chunks in Megatron-Core's DistributedDataParallel."""
+    """Build this rank's model chunks in DistributedDataParallel or Megatron-FSDP."""
     interleaved = parallelism.vpp > 1
     models = [
         _model(parallelism.shape, config, vp_stage=stage if interleaved else None)
@@ -121,8 +121,19 @@ def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
         average_in_collective=parallelism.average_in_collective and not per_token,
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
     )
-    chunks = [DistributedDataParallel(config, ddp, model) for model in models]
-    if parallelism.overlap_grad_reduce:
+    wrapper: Any = DistributedDataParallel
+    if parallelism.megatron_fsdp != "off":
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        wrapper = FullyShardedDataParallel
+        ddp.use_megatron_fsdp = True
+        ddp.data_parallel_sharding_strategy = parallelism.megatron_fsdp
+        if parallelism.outer_sharding:
+            ddp.outer_dp_sharding_strategy = "optim"
+        # What else would reduce nothing, in releases before 0.18.
+        ddp.overlap_grad_reduce |= parallelism.megatron_fsdp != "optim"
+    chunks = [wrapper(config, ddp, model) for model in models]
+    if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if interleaved else no_sync[0]
     return chunks
@@ -344,6 +355,29 @@ def all_reported(reports: Sequence[dict[str, Tensor]], names: Sequence[str]) -> 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(totals, group=group)
     return {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True)}
+
+
+def whole_gradient(chunks: Sequence[Any], parameter: Any) -> Tensor:
+    """Put a parameter's gradient together from what Megatron-FSDP has reduced on each rank.
+
+    One all-gather of objects over the ranks that share it.
+    """
+    buffers = [chunk.param_and_grad_buffer for chunk in chunks]
+    [found] = [one for one in buffers if parameter in one.param_to_param_group]
+    buffer = found.parameter_groups[found.param_to_param_group[parameter]].main_grad_buffer
+    place = buffer.param_idx[parameter]
+    if found.ddp_config.data_parallel_sharding_strategy == "no_shard":
+        whole: Tensor = buffer.get_item(place)
+        return whole.view(parameter.shape)
+    group = buffer.data_parallel_group
+    own = (buffer._get_item_slice_in_shard(place), buffer.get_item(place, only_shard=True))
+    pieces: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pieces, own, group=group)
+    whole = own[1].new_full((parameter.numel(),), torch.nan)
+    for (start, end), piece in pieces:
+        whole[start:end] = piece
+    gradient: Tensor = whole.view(parameter.shape)
+    return gradient
 
 
 def gather_gradients(chunks: Sequence[Any]) -> None:

@@ -44,6 +44,7 @@ from megatron_lossagg.verify.small_gpt import (
     pack,
     run_schedule,
     token_losses,
+    whole_gradient,
     wrapped_chunks,
 )
 from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences, padding_sequence
@@ -64,7 +65,8 @@ class Measured:
     values: list[dict[str, float]]
     """K and the reported values of every rank of the last stage; NaN and inf are kept."""
     weighed: list[WeighedSequence] | None
-    """Each sequence's weight, measured at y; None under the hook and forward-only."""
+    """Each sequence's weight, measured at y; None under the hook, on Megatron-FSDP and
+    forward-only."""
     fault: str
     """The first rank's error message for a mask or a loss; empty if there was none."""
 
@@ -132,7 +134,10 @@ class Run:
             gather_gradients(self.chunks)
         gradients = []
         for shard in self._shards:
-            main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
+            if self.parallelism.megatron_fsdp != "off":
+                main_grad = whole_gradient(self.chunks, shard.parameter)
+            else:
+                main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
             # A copy: the next schedule call zeroes the buffer.
             gradients.append((shard, main_grad.to("cpu", torch.float64, copy=True)))
         return gradients
@@ -181,7 +186,10 @@ class Run:
         """Run a step in a loop of our own: an aggregator and its step."""
         faults: list[str] = []
         step = self.begin(case, forward_only=forward_only)
-        weighing = Weighing(self.chunks, num_microbatches=self.num_microbatches)
+        is_weighed = not forward_only and self.parallelism.megatron_fsdp == "off"
+        weighing = (
+            Weighing(self.chunks, num_microbatches=self.num_microbatches) if is_weighed else None
+        )
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)
@@ -191,7 +199,9 @@ class Run:
                 layout = self._layout(batch.offsets)
                 lengths = batch.offsets.diff() if layout.is_gathered else layout.local_lengths
                 y = token_losses(output, batch, self.parallelism)
-                y = self._poisoned(weighing.losses(y, lengths=lengths.tolist()), batch, poison)
+                if weighing is not None:
+                    y = weighing.losses(y, lengths=lengths.tolist())
+                y = self._poisoned(y, batch, poison)
                 mb = step.microbatch(
                     batch.sequences,
                     batch.mask,
@@ -213,7 +223,7 @@ class Run:
 
             return output, loss_func
 
-        with weighing if not forward_only else nullcontext():
+        with weighing or nullcontext():
             reports = run_schedule(
                 forward_step, self.chunks, self.batches, forward_only=forward_only
             )
@@ -221,7 +231,8 @@ class Run:
             step.finish()  # raises what a device found
         except (ReducerError, ContractError) as error:
             faults.append(str(error))
-        return _Ran(reports, step.k, faults, None if forward_only else weighing.of_this_rank())
+        weights = None if weighing is None else weighing.of_this_rank()
+        return _Ran(reports, step.k, faults, weights)
 
     def _hooked(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
         """Run a step as a framework does that knows nothing of this package, under the hook."""

@@ -6,6 +6,7 @@ import contextlib
 import pkgutil
 import sys
 import traceback
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.utils import get_default_causal_mask
 from stock_step import run_of, stock_model, stock_step
 
+from megatron_lossagg.contract.engine import megatron_release
 from megatron_lossagg.cpu import stand_ins
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.world import split_world
@@ -101,6 +103,24 @@ def pass_between_stages():
     step(pp=2)
 
 
+def shard():
+    step(dp=2, megatron_fsdp="optim_grads_params")
+
+
+def shard_split_layers():
+    step(tp=2, megatron_fsdp="no_shard")
+
+
+FSDP = "megatron.core.distributed.fsdp"
+OF_FSDP = {
+    f"{FSDP}.mcore_fsdp_adapter.torch": shard,
+    f"{FSDP}.mcore_fsdp_adapter.DeviceMesh": shard,
+    f"{FSDP}.mcore_fsdp_adapter.TELinear": shard_split_layers,
+    f"{FSDP}.src.megatron_fsdp.megatron_fsdp.torch": shard,
+    f"{FSDP}.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": shard,
+}
+if megatron_release() < (0, 16) or find_spec("einops") is None:
+    OF_FSDP = {}
 NEEDED_ON = {
     1: {
         "torch.cuda.current_device": train_dense,
@@ -121,6 +141,7 @@ NEEDED_ON = {
     },
     2: {
         "torch.distributed.all_to_all_single": exchange_tokens,
+        **OF_FSDP,
         # Last: a stage that fails leaves its peer's message unreceived.
         "torch.cuda.synchronize": pass_between_stages,
     },

@@ -43,6 +43,10 @@ CP2, TP2, PP2 = (
     [f"--{name}-parallel-size", "2"] for name in ("context", "tensor-model", "pipeline-model")
 )
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+FSDP = shlex.split(
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer "
+    "--data-parallel-sharding-strategy"
+)
 SIZES = {
     "DP2": (2, []),
     "CP2": (2, CP2),
@@ -53,6 +57,12 @@ SIZES = {
     "DP2xCP2": (4, [*CP2, *OVERLAP]),
 }
 """Processes and options."""
+FSDP_SIZES = {
+    "FSDP-DP2": (2, [*FSDP, "optim_grads_params"]),
+    "FSDP-CP2": (2, [*CP2, *FSDP, "optim"]),
+    "FSDP-DP2xCP2": (4, [*CP2, *FSDP, "optim_grads"]),
+}
+"""Of runs on Megatron-FSDP."""
 
 
 def options_of_data(server, folder, environment, checkout):
@@ -96,11 +106,13 @@ def runs_of(folder, checkout=CHECKOUT):
     def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):
         file = folder / f"{next(counter)}.jsonl"
         command = [str(WORKER), str(file), *before, str(checkout / script)]
+        # What `lossagg run --cpu` sets, before the fork server has set it for other engines.
+        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if FSDP[0] in more else {}
         done = server.launch(
             [*command, *COMMON, *data[kind], *more],
             processes=processes,
             timeout=300,
-            env={**environment, **(env or {})},
+            env={**environment, **connections, **(env or {})},
         )
         run.output, run.errors = done.stdout, done.stderr
         if fails is None:

@@ -19,6 +19,7 @@ from laws import Comparison, PretrainingLaws
 from megatron_lm_runs import (
     CHECKOUT,
     CP2,
+    FSDP_SIZES,
     NEEDS,
     PER_TOKEN,
     SAMPLE_MEAN,
@@ -36,6 +37,7 @@ LAYOUTS = [
     *(("mock", layout) for layout in SIZES),
     *(("sft", layout) for layout in ("DP2", "CP2", "PP2", "DP2xCP2")),
     *(("rope", layout) for layout in ("DP2", "CP2")),
+    *(("sft", layout) for layout in FSDP_SIZES),
 ]
 
 
@@ -83,7 +85,7 @@ def on_one_process(alone, request):
 )
 def in_layout(megatron_lm, alone, request):
     kind, layout, loss_scaling = request.param
-    processes, more = SIZES[layout]
+    processes, more = {**SIZES, **FSDP_SIZES}[layout]
     more = [*more, *(PER_TOKEN if loss_scaling == "per_token" else [])]
     events = megatron_lm(kind, *SAMPLE_MEAN, *more, processes=processes)
     return Comparison(run=run_of(events), wanted=run_of(alone[kind]))
@@ -215,6 +217,25 @@ def test_a_run_that_was_killed_resumes_with_the_same_losses_and_record(
         assert main(["diff", *files]) == 0
         same = "the same loss function on the same batches in 3 steps (steps 1 to 3 at DP 2 CP 1"
         assert same in capsys.readouterr().out
+
+
+def test_on_megatron_fsdp_a_shadow_changes_no_bit_and_a_record_is_that_of_another_engine(
+    megatron_lm, tmp_path, capsys
+):
+    processes, fsdp = FSDP_SIZES["FSDP-DP2"]
+    plain = megatron_lm("sft", *fsdp, processes=processes, before=["--plain"])
+    shadowed = megatron_lm("sft", *fsdp, *SHADOW, processes=processes)
+    assert len(plain) == len(shadowed)
+    for one, other in zip(steps(plain), steps(shadowed), strict=True):
+        assert "lossagg/shadow/token_mean" in other["step"]
+        assert one["step"] == {name: other["step"][name] for name in one["step"]}
+        assert one["grad_norm"] == other["grad_norm"]
+    files = [str(tmp_path / name) for name in ("ddp.jsonl", "fsdp.jsonl")]
+    for file, more in zip(files, ([], fsdp), strict=True):
+        record = ["--loss-aggregation-record", file]
+        megatron_lm("sft", *SAMPLE_MEAN, *more, *record, processes=processes)
+    assert main(["diff", *files]) == 0
+    assert "the same loss function on the same batches in 3 steps" in capsys.readouterr().out
 
 
 # A checkpoint has Megatron's classes, which are imported when it is read.

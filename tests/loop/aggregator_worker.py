@@ -34,8 +34,9 @@ from megatron_lossagg import (
     add_loss_aggregation_args,
 )
 from megatron_lossagg.contract import megatron_options
+from megatron_lossagg.contract.engine import megatron_version
 from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
+from megatron_lossagg.contract.live import checked_loss_scaling
 from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.options import Options
@@ -46,17 +47,17 @@ def check_unwrapped_chunk_is_refused(chunk, aggregator):
         made(chunk.module)
 
 
-def check_fsdp_is_refused_by_name(chunk, aggregator):
+def check_torchs_fsdp2_is_refused_by_name(chunk, aggregator):
     class FullyShardedDataParallel(torch.nn.Module):
         pass
 
     class FSDPDistributedDataParallel(DistributedDataParallel):  # as fully_shard names it
         pass
 
-    with refused("got a FullyShardedDataParallel", "Megatron-FSDP and FSDP2"):
+    with refused("got a FullyShardedDataParallel", "FSDP2 is not supported"):
         checked_loss_scaling([FullyShardedDataParallel()])
     sharded = FSDPDistributedDataParallel.__new__(FSDPDistributedDataParallel)
-    with refused("got a FSDPDistributedDataParallel", "Megatron-FSDP and FSDP2"):
+    with refused("got a FSDPDistributedDataParallel", "FSDP2 is not supported"):
         checked_loss_scaling([sharded])
 
 

@@ -65,8 +65,10 @@ def stock_step(chunks, batches, layout, returns=lambda *both: both, *, counting=
 
 def gradients(chunks):
     """Copy every gradient buffer of the model, dense and experts'."""
-    return [
-        buffer.grad_data.clone()
-        for chunk in chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
+    return [data.clone() for chunk in chunks for data in _buffers(chunk)]
+
+
+def _buffers(chunk):
+    if hasattr(chunk, "param_and_grad_buffer"):  # Megatron-FSDP
+        return [g.main_grad_buffer.data for g in chunk.param_and_grad_buffer.parameter_groups]
+    return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -386,6 +386,9 @@ PREDICTIONS = {
     "times_cp": multiple(lambda facts: facts.parallelism.cp),
     "over_m": scaled_as(num_microbatches=lambda facts: 1),
     "without_cp": scaled_as(dp_cp_size=lambda facts: facts.parallelism.dp),
+    "without_instances": scaled_as(
+        dp_cp_size=lambda facts: facts.parallelism.dp_cp // facts.parallelism.optimizer_instances
+    ),
     "times_dp": only_per_token(lambda facts: facts.parallelism.dp),
     "num_tokens_on_every_cp_rank": only_per_token(lambda facts: Fraction(1, facts.parallelism.cp)),
     "num_tokens_of_the_training_mask": only_per_token(

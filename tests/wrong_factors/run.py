@@ -30,6 +30,10 @@ VERIFY = ["--dp", "3", "--cp", "2", "--microbatches", "4"]
 MORE = {
     "zigzag_on_contiguous": ("--cp-partition", "contiguous"),
     "gathered_on_every_rank": ("--packing", "gathered"),
+    "without_instances": (
+        *("--float32", "--megatron-fsdp", "optim_grads_params"),
+        *("--optimizer-instances", "3"),
+    ),
 }
 """Options of the faults that another layout shows."""
 REFUSED = "arrived in the backward pass with the coefficient"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+from megatron_lossagg.contract.engine import engine_of
 
 _PIECE = 128  # elements of w per rank; Megatron pads a bucket to a multiple of it
 
@@ -74,11 +74,7 @@ class _ProbeChunk(torch.nn.Module):
         self.vp_stage = vp_stage
         self.model_type = ModelType.encoder_or_decoder
         self.input: Tensor | None = None
-        device = next(live.module.parameters()).device
-        self.dense = _weight(live.dp_cp_group, device)
-        if live.expert_parallel_buffers:
-            self.expert = _weight(live.expt_dp_group, device)
-            self.expert.allreduce = False  # how DistributedDataParallel recognizes an expert's
+        self.weights = _Weights(live)
 
     def set_input_tensor(self, tensor: Any) -> None:
         """Take what the stage before sent; the schedule calls it."""
@@ -90,9 +86,26 @@ class _ProbeChunk(torch.nn.Module):
         With ``deallocate_pipeline_outputs`` the schedule frees the output once it is sent, and
         refuses to free a view.
         """
-        sums = torch.stack([weight.sum() for weight in self.parameters()])
-        total = sums.view(1, 1, -1).sum(dim=-1, keepdim=True)
+        total: Tensor = self.weights()
         return total if self.input is None else _Through.apply(self.input) + total  # type: ignore[no-untyped-call]
+
+
+class _Weights(torch.nn.Module):
+    """The weights, which Megatron-FSDP gathers and frees by submodules."""
+
+    def __init__(self, live: Any) -> None:
+        super().__init__()
+        device, engine = next(live.module.parameters()).device, engine_of(live)
+        self.dense = _weight(engine.dp_cp_group, device)
+        if engine.has_experts:
+            weight = _weight(engine.expert_group, device)
+            weight.allreduce = False  # how DistributedDataParallel recognizes an expert's
+            self.experts = torch.nn.ParameterDict({"weight": weight})  # Megatron-FSDP: by the name
+
+    def forward(self) -> Tensor:
+        """Return their sum, ``[1, 1, 1]``."""
+        sums = torch.stack([weight.sum() for weight in self.parameters()])
+        return sums.view(1, 1, -1).sum(dim=-1, keepdim=True)
 
 
 class _Through(torch.autograd.Function):
@@ -121,7 +134,6 @@ def build(chunks: Sequence[Any], finalize: Callable[..., None], num_stages: int)
 
     ``finalize``: what the schedule calls to finalize. The live configs are copied.
     """
-    wrapper = type(chunks[0])
     config = _changed(chunks[0].config, _PLAIN_CONFIG)
     config.microbatch_group_size_per_vp_stage = num_stages
     config.finalize_model_grads_func = finalize
@@ -129,11 +141,9 @@ def build(chunks: Sequence[Any], finalize: Callable[..., None], num_stages: int)
     for index, chunk in enumerate(chunks):
         module = _ProbeChunk(chunk, config, index if len(chunks) > 1 else None)
         ddp_config = _changed(chunk.ddp_config, _PLAIN_DDP_CONFIG)
-        built.append(
-            wrapper(config=config, ddp_config=ddp_config, module=module, **_groups(chunk, wrapper))
-        )
-    # Megatron before 0.14 reduces once per step only with it.
-    config.no_sync_func = _per_chunk([chunk.no_sync for chunk in built])
+        built.append(engine_of(chunk).wrap(config, ddp_config, module, _Weights))
+    if built[0].ddp_config.overlap_grad_reduce:  # as megatron.training does
+        config.no_sync_func = _per_chunk([chunk.no_sync for chunk in built])
     if _starts_sync(chunks):
         config.grad_sync_func = _per_chunk([chunk.start_grad_sync for chunk in built])
     return built
@@ -145,35 +155,12 @@ def _starts_sync(chunks: Sequence[Any]) -> bool:
     Any other ``grad_sync_func`` is the framework's own and is left out of the probe.
     """
     hooks = chunks[0].config.grad_sync_func
-    found = [
-        (getattr(hook, "__self__", None), getattr(hook, "__name__", None))
-        for hook in (hooks if isinstance(hooks, list) else [hooks])
-    ]
-    return found == [(chunk, "start_grad_sync") for chunk in chunks]
-
-
-def reduced_part(chunk: Any, weight: Any, group: Any) -> Tensor:
-    """Return what is reduced of a gradient: all of it, or this rank's optimizer shard.
-
-    ``group``: the ranks that share the distributed optimizer's shards.
-    """
-    gradient: Tensor = weight.main_grad
-    if not chunk.ddp_config.use_distributed_optimizer:
-        return gradient
-    return gradient.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
-
-
-def _groups(chunk: Any, wrapper: Any) -> dict[str, Any]:
-    """Pass the live chunk's groups if the class takes them (from 0.15 on)."""
-    if "pg_collection" not in inspect.signature(wrapper.__init__).parameters:
-        return {}
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    groups = ProcessGroupCollection()
-    for name, group in vars(chunk).items():
-        if name.endswith("_group") and isinstance(group, ProcessGroup):
-            setattr(groups, name.removesuffix("_group"), group)
-    return {"pg_collection": groups}
+    hooks = hooks if isinstance(hooks, list) else [hooks]
+    return len(hooks) == len(chunks) and all(
+        getattr(hook, "__name__", None) == "start_grad_sync"
+        and getattr(hook, "__self__", None) in engine_of(chunk).modules
+        for hook, chunk in zip(hooks, chunks, strict=True)
+    )
 
 
 def _per_chunk(hooks: list[Any]) -> Any:

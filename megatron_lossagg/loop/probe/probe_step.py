@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.outputs import Outputs
 from megatron_lossagg.contract.scaling import K_FORMULA, Scaling
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.loop.probe.probe_model import reduced_part
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.plan import plan_step
@@ -52,7 +52,7 @@ class ProbeStep:
             dp_cp_size=aggregator.groups.dp_cp_size,
             active_tokens=sum(sum(counted(r)) for r in range(aggregator.groups.dp_size)),
         )
-        self._rank = dist.get_rank(aggregator.chunks[0].dp_cp_group)
+        self._rank = dist.get_rank(aggregator.groups.dp_cp_group)
 
     def value(self, d: int, m: int) -> int:
         """Return v(d, m)."""
@@ -100,14 +100,15 @@ class ProbeStep:
         """Divide a chunk's gradients by the true ones: of dense weights, then of experts'.
 
         A true gradient is the sum of v(d, m) over all m, and over all d or, of an expert, over the
-        ranks that hold it, ``expt_dp_group``: one all-reduce over that group.
+        ranks that hold it: one all-reduce over that group.
         """
         true = sum(map(self.own_gradient, range(self.scaling.dp_cp_size)))
-        yield reduced_part(chunk, chunk.module.dense, chunk.intra_dp_cp_group) / true
-        if chunk.expert_parallel_buffers:
-            gradient = reduced_part(chunk, chunk.module.expert, chunk.intra_expt_dp_group)
+        engine = engine_of(chunk)
+        yield engine.reduced("weights.dense") / true
+        if engine.has_experts:
+            gradient = engine.reduced("weights.experts.weight")
             of_experts = torch.full((), self.own_gradient(self._rank), device=gradient.device)
-            dist.all_reduce(of_experts, group=chunk.expt_dp_group)
+            dist.all_reduce(of_experts, group=engine.expert_group)
             yield gradient / of_experts
 
     def measured_k(self, ratio: float) -> float:

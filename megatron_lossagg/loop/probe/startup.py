@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import K_FORMULA, Scaling
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.loop.probe.all_ranks import NotMeasuredError, part, untouched
@@ -72,7 +73,7 @@ def run_probe(aggregator: LossAggregator) -> ProbeReport:
     finalize = None
     try:
         with part("live model", is_fatal=True):
-            if _has_own_groups(aggregator.chunks[0]):
+            if _has_own_groups(aggregator.groups):
                 raise NotMeasuredError(_OWN_GROUPS)
             from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -91,15 +92,15 @@ def run_probe(aggregator: LossAggregator) -> ProbeReport:
     )
 
 
-def _has_own_groups(chunk: Any) -> bool:
+def _has_own_groups(groups: LiveGroups) -> bool:
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return True
     its_and_global = (
-        (chunk.dp_group, parallel_state.get_data_parallel_group()),
-        (chunk.dp_cp_group, parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        (chunk.pp_group, parallel_state.get_pipeline_model_parallel_group()),
+        (groups.dp_group, parallel_state.get_data_parallel_group()),
+        (groups.dp_cp_group, parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        (groups.pp_group, parallel_state.get_pipeline_model_parallel_group()),
     )
     ranks = dist.get_process_group_ranks
     return any(ranks(its) != ranks(other) for its, other in its_and_global)

@@ -94,12 +94,24 @@ def watch(training: Any, write: _Write) -> None:
 
     @functools.wraps(setup)
     def setup_with_own_weights(*args: Any, **kwargs: Any) -> Any:
-        out = setup(*args, **kwargs)
         options = training.get_args()
+        is_sharded = getattr(options, "use_megatron_fsdp", False)
+        if is_sharded:  # it copies them while it wraps; until 0.19 the model's provider comes first
+            args = (with_own_weights(args[0]), *args[1:])
+        out = setup(*args, **kwargs)
         # A float32 optimizer has no copies of the weights.
-        if options.iteration == 0 and not options.finetune:
+        if options.iteration == 0 and not (options.finetune or is_sharded):
             cpu.initialize_weights(out[0], seed=5)
         return out
+
+    def with_own_weights(model_provider: Any) -> Any:
+        @functools.wraps(model_provider)
+        def provide(*args: Any, **kwargs: Any) -> Any:
+            model = model_provider(*args, **kwargs)
+            cpu.initialize_weights([model], seed=5)
+            return model
+
+        return provide
 
     training.train_step, training.evaluate = watched_step, watched_evaluate
     training.evaluate_and_print_results = watched_print
