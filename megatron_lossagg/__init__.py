@@ -61,8 +61,8 @@ def __getattr__(name: str) -> object:
         new = _RENAMED[name]
         message = f"megatron_lossagg.{name} is {new} now, and this name goes after 0.2: use {new}"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        globals()[name] = value = __getattr__(new)  # an import statement comes here twice
-        return value
+        globals()[name] = __getattr__(new)  # an import statement comes here twice
+        return globals()[name]
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -172,6 +172,11 @@ def unknown_name(what: str, name: str) -> AggregationError:
             f"{name!r} is a loss of pairs and no aggregation: examples/pairs.py shows how a "
             "loop of your own trains one"
         )
+    if system in MODES or system in ALIASES:
+        return AggregationError(
+            f"got {name!r}, expected {system!r} alone: pass its number as divisor= or exponent= "
+            "(--loss-aggregation-divisor or -exponent; of explain --divisor or --exponent)"
+        )
     if system and system not in _systems():
         return AggregationError(
             f"unknown system in {name!r}, expected one of {', '.join(_systems())}: look up its "

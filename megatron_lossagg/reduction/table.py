@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -306,8 +307,10 @@ def check_totals(given: StepTotals, counted: StepTotals) -> None:
     """Raise :class:`PlanError` for totals that are not those of the group's sequences."""
     for name, value in vars(given).items():
         found = getattr(counted, name)
+        if value is None or found is None:
+            continue
         # A sum of fractions may differ in its last bit.
-        if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-9):
+        if not (isinstance(value, Real) and math.isclose(value, found, rel_tol=1e-9)):
             raise PlanError(
                 f"got StepTotals({name}={value!r}), the group's sequences have {found}: pass the "
                 "totals of the whole step over the data-parallel group, or drop totals="
@@ -875,7 +878,7 @@ class StepWeights:
                 return float(mode.expected(counts)) * over / self.num_calls
             counts.every()
             return math.fsum(self.weight_A * counts.n_s) / self.num_calls
-        except PlanError:  # a total that is not needed for a weight
+        except (PlanError, ZeroDivisionError):  # of totals that no weight of this rank needs
             return None
 
     def weigh(self) -> Floats | None:

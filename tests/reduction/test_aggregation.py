@@ -318,6 +318,13 @@ def test_no_loss_of_another_system_is_suggested_for_a_name_of_an_unknown_one(nam
     assert "did you mean" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["constant:4096", "length_power:.5", "trl:dr_grpo:8"])
+def test_a_number_after_a_name_is_refused_where_it_is_an_argument(name):
+    message = rf"got '{name}', expected '{name.rpartition(':')[0]}' alone: pass .* divisor= or exp"
+    with pytest.raises(AggregationError, match=message):
+        Aggregation(name)
+
+
 @pytest.mark.parametrize("name", ["cispo", "SAPO", "vespo", "gmpo", "gspo"])
 def test_a_policy_loss_is_said_to_be_none_of_the_modes(name):
     with pytest.raises(AggregationError, match="is a policy loss and no aggregation"):

@@ -49,6 +49,17 @@ def test_under_token_weights_it_counts_these():
     assert plan.expected_weight == pytest.approx(0.75 / 3.5 + 2 / 4.75, rel=1e-15)
 
 
+def test_a_sample_counts_if_any_of_its_sequences_has_tokens():
+    """The first one of sample 0 has none; sample 2 has none at all."""
+    given = Sequences(
+        active_tokens=[0, 4, 5, 0], sample=[0, 0, 1, 2], prompt=[7] * 4, group=[7] * 4
+    )
+    for function in (lambda c: c.k_p, lambda c: c.k_c):
+        for count_empty, samples in ((False, 2), (True, 3)):
+            plan = plan_step(Aggregation(weights=function, count_empty=count_empty), given)
+            assert plan.weights.tolist() == [0, samples, samples, 0]
+
+
 @pytest.mark.parametrize("count", ["mask", "weights"])
 def test_a_function_may_change_the_array_of_tokens_that_it_is_given(count):
     def halved(counts):

@@ -2,11 +2,14 @@
 
 import math
 import re
+import threading
 
 import pytest
+from simulated_step import Threads
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction import plan as plans
 from megatron_lossagg.reduction.table import StepTotals
 
 
@@ -131,3 +134,19 @@ def test_the_sequences_of_a_plan_whose_totals_are_passed_are_not_this_steps():
         plan_step(
             Aggregation("row_mean"), Sequences(active_tokens=[2, 3, 5]), totals=earlier.totals
         )
+
+
+def test_totals_of_another_type_are_refused_where_the_step_is_counted(monkeypatch):
+    """As totals that differ from the counts are, and not with an error of the comparison."""
+    monkeypatch.setattr(plans, "looks_again", lambda steps: True)
+    monkeypatch.setattr(plans, "Exchange", Threads)
+    group = (0, threading.Barrier(1), [None])
+    totals, given = StepTotals(active_tokens=3, samples="1"), Sequences(active_tokens=[3])
+    with pytest.raises(PlanError, match=r"got StepTotals\(samples='1'\), the group's .* have 1"):
+        plan_step(Aggregation("token_mean"), given, totals=totals, group=group)
+
+
+def test_the_expected_weight_over_no_samples_is_unknown():
+    totals = StepTotals(samples=0, active_samples=0)  # which a rank without sequences may pass
+    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[]), totals=totals)
+    assert (plan.weights.tolist(), plan.expected_weight) == ([], None)

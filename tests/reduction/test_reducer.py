@@ -252,7 +252,7 @@ def test_weights_are_a_copy_and_counts_are_read_only():
     assert plan.weights.tolist() == [1 / 6, 1 / 2]
     layout = thd(4, 2)
     arrays = [plan.active_tokens, plan.sequences.microbatch]
-    arrays += [plan.weight_S, plan.weight_S1, plan.weight_A, plan.active_tokens_S1]
+    arrays += [plan.totals.sample_tokens, plan.totals.microbatch_tokens]
     arrays += [layout.offset_G1, layout.start_R, layout.length_R, layout.segment_R]
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
@@ -401,7 +401,5 @@ def test_a_microbatch_of_the_plan_has_no_outputs():
     made = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2))
     loss = made(torch.ones(6))
     for call in (lambda: made.outputs(loss), lambda: made.shadow(torch.ones(6))):
-        with pytest.raises(
-            ReducerError, match=r"belongs to no step: make it with step\.microbatch"
-        ):
+        with pytest.raises(ReducerError, match=r"belongs to no step: .* step\.microbatch"):
             call()

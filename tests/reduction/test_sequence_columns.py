@@ -196,3 +196,10 @@ def test_sequences_that_only_fill_a_shape_are_counted_as_padding():
     buffer = StepBuffer(iter([given, {"active_tokens": [2]}]), 2)
     plan = buffer.plan(Aggregation("sample_sum"), lambda data: Sequences(**data))
     assert (plan.weights.tolist(), plan.counted["padding"]) == ([1 / 3] * 3, 3)
+
+
+def test_every_rank_knows_the_longest_sequence_of_all(monkeypatch):
+    """So that a divisor below it is warned of on all ranks alike, also without their rows."""
+    of_ranks = [Sequences(active_tokens=tokens) for tokens in ([3], [2, 50], [])]
+    found = planned(monkeypatch, of_ranks, Aggregation("constant", divisor=64))
+    assert [plan.table.longest for plan in found] == [50] * 3

@@ -189,6 +189,22 @@ def test_microbatches_without_a_token_are_means_too():
     assert max(map(len, lines)) <= 80
 
 
+def test_of_all_causes_those_with_the_fewest_factors_are_named():
+    """Three of four means have 4 tokens each, of a sequence: B/(M CP) of a token mean too."""
+    (one,) = ranks(lambda n_mb, n: 1.0)
+    bounds = {"weight_sum": 1 / 4, "weight_min": 1 / 16, "weight_max": 1 / 16}
+    places = [(0, 0, 0), (0, 1, 1), (1, 0, 0)]
+    parts = [
+        replace(one.parts[0], microbatch=m, sequence=s, cp_rank=cp, tokens=4, **bounds)
+        for m, s, cp in places
+    ]
+    step = compare([replace(one, parts=parts, sizes={**one.sizes, "CP": 2})])
+    assert step.trains is None
+    where = "microbatch and context-parallel rank"
+    assert step.causes[0] == f"a mean of one token mean per {where}; 1 of 4 have no token"
+    assert step.factors["token_mean"] == pytest.approx(3 / 4)
+
+
 def of_two_ranks(weight):
     """Return two ranks, each as in ``ranks``; ``weight(n_mb, b_mb, n)``: also by its sequences."""
     sequences_of = {sum(lengths): len(lengths) for lengths in LENGTHS}
