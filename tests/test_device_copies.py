@@ -26,6 +26,7 @@ ALLOWED = {
     ): "at the end of the step: what its checks found",
     ("reduction/exchange.py", ".cpu()"): "before the step: counts of a group, to be read",
     ("reduction/integers.py", "values.detach().cpu()"): "before the step: counts and ids",
+    ("reduction/sequences.py", "given.cpu()"): "before the step: lengths, and which are padding",
     ("loop/counts_of_rank.py", "one.item()"): "before the step: counts and ids",
     ("loop/probe/startup.py", ".item()"): "once per run: the probe",
     ("integrations/_advantage_groups.py", "advantage[mask.bool()].cpu()"): "before the step",

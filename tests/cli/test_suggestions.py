@@ -79,7 +79,7 @@ def test_of_what_is_near_to_none_nothing_is_suggested(name, capsys):
     [
         ("sample_maen", "did you mean 'sample_mean'?"),
         ("token_max", "unknown mode 'token_max'. Modes are"),  # and no other loss is suggested
-        ("prompt_mean", "got 'prompt_mean'; expected one that weights show: token_mean, "),
+        ("custom", "got 'custom'; expected some that weights show: token_mean, "),
     ],
 )
 def test_of_the_loss_that_is_expected(name, said, capsys):

@@ -28,7 +28,7 @@ def test_a_mode_is_explained_before_it_is_named_and_the_package_installed_before
 def test_make_has_what_the_first_screen_types_with_what_it_does_its_time_and_its_end(target):
     ((line, comment),) = re.findall(rf"^(make {target}) +# (.*)$", SCREEN, re.M)
     assert re.search(r"\d+ minutes.*; ends with ", comment)
-    typed = f"{line} --dry-run --always-make"
+    typed = f"{line} --dry-run --always-make --no-print-directory"  # below a make too
     printed = subprocess.check_output(typed.split(), cwd=ROOT, text=True)
     runs = {"demo": "examples/drgrpo/demo.py", "test": "-m pytest"}
     assert printed.splitlines()[-1].endswith(f"python {runs[target]}")

@@ -252,7 +252,7 @@ def test_weights_are_a_copy_and_counts_are_read_only():
     assert plan.weights.tolist() == [1 / 6, 1 / 2]
     layout = thd(4, 2)
     arrays = [plan.active_tokens, plan.sequences.microbatch]
-    arrays += [plan.totals.sample_tokens, plan.totals.microbatch_tokens]
+    arrays += [plan.weight_S, plan.weight_A]
     arrays += [layout.offset_G1, layout.start_R, layout.length_R, layout.segment_R]
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
