@@ -238,6 +238,9 @@ def test_on_megatron_fsdp_a_shadow_changes_no_bit_and_a_record_is_that_of_anothe
     assert "the same loss function on the same batches in 3 steps" in capsys.readouterr().out
 
 
+SHADOWS = ("sample_mean", "token_mean", "constant:64", "length_power:0.5")
+
+
 # A checkpoint has Megatron's classes, which are imported when it is read.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_under_a_shadow_stock_trains_the_same_bits_and_every_mode_is_logged(megatron_lm, tmp_path):
@@ -246,12 +249,12 @@ def test_under_a_shadow_stock_trains_the_same_bits_and_every_mode_is_logged(mega
         return megatron_lm("sft", *CP2, *save, *more, processes=2, before=before)
 
     plain = run("plain", before=["--plain"])
-    shadowed = run("shadowed", "--loss-aggregation-shadow", ",".join(SHADOW))
+    shadowed = run("shadowed", "--loss-aggregation-shadow", ",".join(SHADOWS))
     trained = megatron_lm("sft", *SAMPLE_MEAN, *CP2, processes=2)
     assert len(plain) == len(shadowed)
     for one, other in zip(plain, shadowed, strict=True):
         kind = "step" if "step" in one else "evaluate"
-        logged = {f"lossagg/shadow/{name}" for name in (*SHADOW, "stock")}
+        logged = {f"lossagg/shadow/{name}" for name in (*SHADOWS, "stock")}
         assert other[kind].keys() - one[kind].keys() == logged
         assert one[kind] == {name: other[kind][name] for name in one[kind]}
         assert one.get("grad_norm") == other.get("grad_norm")
