@@ -20,7 +20,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(RUN) -m pytest
 
-# Prints where it is, for launch/ci/check.sh.
+# Prints the environment's folder; launch/ci/check.sh reads it.
 environment: $(VENV)/installed
 	@echo $(VENV)
 

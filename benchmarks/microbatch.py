@@ -223,7 +223,7 @@ def flat_loss(aggregator: LossAggregator, num_sequences: int) -> Callable[[Tenso
 
 
 def check_flat(aggregator: LossAggregator, num_sequences: int) -> None:
-    """Compare loss and gradient: a function that computes another loss is no bound."""
+    """Compare loss and gradient: only a function that computes the same loss is a bound."""
     bound = flat_loss(aggregator, num_sequences)
     for loss_func, num_losses in our_losses(aggregator, num_sequences):
         x = torch.rand(num_losses, requires_grad=True)

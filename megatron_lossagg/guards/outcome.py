@@ -139,7 +139,7 @@ class Outcome(Guard):
         "as warnings, in steps 1, 2, 4, ..., 64 and each 64th of a run, and after the mode or the "
         "number of microbatches changed: losses divided by their microbatch's tokens before "
         "mb.reduce; where the model returns a loss per token, those divided by M, DP, CP or N, or "
-        "partly detached. Before torch 2.13, of which the graph cannot be read, nothing is said of "
+        "partly detached. Before torch 2.13 the graph cannot be read, so nothing is said of "
         "losses that were multiplied or divided"
     )
     costs = "in these steps 9 bytes for each token of the step, until it ends, and passes over them"
