@@ -14,7 +14,7 @@ from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Sca
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
-from megatron_lossagg.reduction.table import StepWeights
+from megatron_lossagg.reduction.weighted import StepWeights
 from megatron_lossagg.verify.text import number_of
 
 DEFAULT_LENGTHS = "2000,500,8000,1500/3000,1000,0,4000"

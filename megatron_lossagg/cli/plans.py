@@ -15,7 +15,8 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS, Mode
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.reduction.table import StepWeights, check_divisor, count_step
+from megatron_lossagg.reduction.table import count_step
+from megatron_lossagg.reduction.weighted import StepWeights, check_divisor
 
 EXPONENT = 0.5
 """Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""

@@ -35,7 +35,7 @@ from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import Floats, hashed
-from megatron_lossagg.reduction.table import SAME_SUMS, sums_of
+from megatron_lossagg.reduction.weighted import SAME_SUMS, sums_of
 
 _SLOTS = 1024
 _TERMS = 64

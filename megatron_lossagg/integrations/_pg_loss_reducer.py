@@ -29,7 +29,8 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.step_state import StepState
-from megatron_lossagg.reduction.table import StepTotals, warn_of_divisor
+from megatron_lossagg.reduction.table import StepTotals
+from megatron_lossagg.reduction.weighted import warn_of_divisor
 
 MakeReducer = Callable[
     [Sequence[int], Sequence[int], Sequence[Tensor], bool], Callable[[Tensor], Tensor]

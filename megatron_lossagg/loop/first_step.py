@@ -14,7 +14,8 @@ from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import first_time
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.reduction.table import Counted, StepWeights
+from megatron_lossagg.reduction.table import Counted
+from megatron_lossagg.reduction.weighted import StepWeights
 
 _Plan = TypeVar("_Plan", bound=StepWeights)
 

@@ -34,15 +34,13 @@ from megatron_lossagg.reduction.sequences import Checked, Sequences
 from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.table import (
     StepTotals,
-    StepWeights,
     Table,
     WhichStep,
-    check_agreement,
-    check_divisor,
     check_totals,
     count_step,
     known_step,
 )
+from megatron_lossagg.reduction.weighted import StepWeights, check_agreement, check_divisor
 
 _DEFAULTS = Options()
 _NOTHING = Sequences(active_tokens=[]).checked()

@@ -72,6 +72,11 @@ GRADIENTS = ["mutants/over_ranks::test_gradients"]
 HOOKED_GRADIENTS = ["mutants/over_ranks::test_gradients_under_the_hook"]
 RECORD = [*of("record", "recorder"), "mutants/over_ranks::test_records"]
 WEIGHTS = of("reduction", "token_weights", "length_power")
+TABLE = [
+    *of("reduction", *PLANS, "counts", "partial_losses", "own_weights", "sequence_weights"),
+    *of("reduction", "left_out", "given_totals", "counted", "sequence_columns"),
+    *(*of("reduction", "golden_steps"), *WEIGHTS, *PLAN),
+]
 PURE_TESTS = {
     "reduction/integers": of("reduction", "integers", "layout"),
     "reduction/modes": of("reduction", "aggregation", "plan"),
@@ -94,11 +99,8 @@ PURE_TESTS = {
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
     ],
-    "reduction/table": [
-        *of("reduction", *PLANS, "counts", "partial_losses", "own_weights", "sequence_weights"),
-        *of("reduction", "left_out", "given_totals", "counted", "sequence_columns"),
-        *(*of("reduction", "golden_steps"), *WEIGHTS, *PLAN),
-    ],
+    "reduction/table": TABLE,
+    "reduction/weighted": TABLE,
     "reduction/custom": of("reduction", "custom_reducer"),
     "reduction/options": of("reduction", "options"),
     "reduction/step_state": of("reduction", "step_faults", "reducer", "not_finite"),
