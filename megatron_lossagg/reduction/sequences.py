@@ -411,10 +411,8 @@ class Sequences:
 
     @cached_property
     def kept(self) -> Checked:
-        """Those that are not left out."""
+        """Those that are not left out, if some are."""
         left_out: Any = self.left_out
-        if left_out is None:
-            return self
         kept = {name: one[~left_out] for name, one in self.entries().items()}
         return self.with_entries(kept | {"left_out": None})
 

@@ -221,12 +221,15 @@ class Table:
             m_W=np.array([0 if sequences.microbatch is None else m]),
         )
 
-    @cached_property
+    @property
     def kept(self) -> Table:
         """Without the sequences that are left out."""
+        # Cached only if it is another: a table in its own cache would wait for the collector.
+        return self if self.rows.left_out is None else self._kept
+
+    @cached_property
+    def _kept(self) -> Table:
         left_A = self.rows.left_out
-        if left_A is None:
-            return self
         first = int(np.count_nonzero(~left_A[: self.own.start]))
         own = slice(first, first + int(np.count_nonzero(~left_A[self.own])))
         num_left = int(np.count_nonzero(left_A))
@@ -249,7 +252,7 @@ class Table:
             self._ids[kind] = without if id_A is None else IdGroups.of(id_A)
         return self._ids[kind]
 
-    @cached_property
+    @property
     def counts(self) -> StepCounts:
         """Its counts in tokens, whatever an aggregation counts."""
         return StepCounts(self)
@@ -257,22 +260,24 @@ class Table:
     @cached_property
     def totals(self) -> StepTotals:
         """Those of the whole step."""
-        names = vars(StepTotals())
-        return self.known or StepTotals(**{name: self.counts.total(name) for name in names})
+        names, counts = vars(StepTotals()), self.counts
+        return self.known or StepTotals(**{name: counts.total(name) for name in names})
 
     @cached_property
     def counted(self) -> Counted:
         """How much it has of what."""
-        numbers = {"active_tokens": self.totals.active_tokens, "sequences": self.num}
+        counts, numbers = self.counts, {"sequences": self.num}
+        of = vars(self.totals) | {n: counts.total(n) for n in ("groups", "active_groups")}
         if self.num is not None:
-            active: Any = self.totals.active_samples  # each sequence is one, without their rows
+            active: Any = of["active_samples"]  # each sequence is one, without their rows
             if self.known is None:
                 active = int(np.count_nonzero(self.rows.active_tokens))
             numbers["empty_sequences"] = self.num - active
         for kind in ("samples", "prompts", "groups"):
-            found = numbers[kind] = self.counts.total(kind)
-            if found is not None and self.num is not None:
-                numbers[f"empty_{kind}"] = found - self.counts.total(f"active_{kind}")
+            numbers[kind] = of[kind]
+            if of[kind] is not None and self.num is not None:
+                numbers[f"empty_{kind}"] = of[kind] - of[f"active_{kind}"]
+        numbers = {"active_tokens": of["active_tokens"], **numbers}
         numbers |= {"left_out": self.num_left_out or None, "padding": self.padding}
         return Counted({name: number for name, number in numbers.items() if number is not None})
 

@@ -1,8 +1,10 @@
 """From counts to weights, calculated by hand on small numbers."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from reducing import weights_of
 
-from megatron_lossagg import Aggregation, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
@@ -267,3 +269,24 @@ def test_the_calls_of_an_optimizer_step_share_its_weights(mode):
             shared.under("token_mean").expected_weight
             == one.under("token_mean").expected_weight / 2
         )
+
+
+@pytest.mark.parametrize("left_out", [None, [False, True, False]])
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "microbatch_token_mean"])
+def test_nothing_of_a_plan_waits_for_the_garbage_collector(mode, left_out):
+    """A training loop may have turned it off, as Megatron-LM's --manual-gc does."""
+    given = {"prompt": [0, 0, 1], "microbatch": [0, 0, 1], "left_out": left_out}
+    sequences = Sequences(active_tokens=[3, 1, 2], **given)
+    gc.collect()
+    gc.disable()
+    try:
+        plan = plan_step(Aggregation(mode), sequences)
+        assert plan.weights.sum() > 0
+        assert None not in (plan.expected_weight, plan.counted, plan.totals)
+        layout = Layout.local([3, 1], cp_size=1, cp_rank=0)
+        assert plan.reducer([0, 1], torch.ones(4), layout)(torch.ones(4)) > 0
+        left = [weakref.ref(one) for one in (plan, plan.table, plan.counts, plan.sequences)]
+        del plan
+        assert [ref() for ref in left] == [None] * 4
+    finally:
+        gc.enable()
