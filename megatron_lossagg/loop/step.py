@@ -36,10 +36,11 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.positions import check_positions
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.microbatch import Means, Microbatch, Outputs, untraced
+from megatron_lossagg.reduction.microbatch import Means, Microbatch, Outputs
 from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import StepLog, Term
+from megatron_lossagg.reduction.untraced import untraced
 from megatron_lossagg.weigh.told import listening, tell
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -70,14 +70,6 @@ _SUMMED = {
 """Of losses in a dtype: the integer of as many bytes, and the dtype in which they are summed."""
 _in_backward = torch._C._current_graph_task_id
 """Of the backward pass that runs, whose checkpoints call loss_func again; below 0 if none does."""
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def untraced(function: _Function) -> _Function:
-    """Let a compiled loss_func call it as it is: it reads counts, masks and where tensors lie."""
-    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class RunningStep(Protocol):
@@ -272,7 +264,9 @@ class Microbatch:
         aggregation is what ``Options.shadow`` reports.
         """
         if torch.compiler.is_compiling():
-            return _reduce_untraced(self, losses, aggregation)
+            from megatron_lossagg.reduction import untraced
+
+            return untraced.reduce(self, losses, aggregation)
         own = self if aggregation is None else self.under(aggregation)
         plan, line = own.plan, own.line
         state, layout = plan.state, line.layout
@@ -360,19 +354,24 @@ class Microbatch:
         :class:`ReducerError` if the plan made it, and no step did.
         """
         if torch.compiler.is_compiling():
-            return _outputs_untraced(self, loss, report, means, coefficient=coefficient)
+            from megatron_lossagg.reduction import untraced
+
+            return untraced.outputs(self, loss, report, means, coefficient=coefficient)
         step = self.step or self._no_step()
         made = step._outputs(self, loss, report or {}, means or {}, coefficient)
         if self._shadows:
             made[2].update(step._shadow_reports(self._shadows))
         return made
 
-    @untraced
     def shadow(self, losses: Tensor) -> dict[str, Tensor]:
         """Report what each mode of ``Options.shadow`` would give for losses that others train.
 
         In place of :meth:`outputs`: the step checks at its end what it checks of a trained one.
         """
+        if torch.compiler.is_compiling():
+            from megatron_lossagg.reduction import untraced
+
+            return untraced.shadow(self, losses)
         step = self.step or self._no_step()
         shadows = self._shadowed(losses)
         step._only_shadowed(self)
@@ -496,10 +495,6 @@ class Microbatch:
             "got a microbatch that StepPlan.reducer made, which belongs to no step: make it with "
             "step.microbatch(...), or return its partial loss as your framework does"
         )
-
-
-_reduce_untraced = untraced(Microbatch.reduce)
-_outputs_untraced = untraced(Microbatch.outputs)
 
 
 def _known(plan: StepPlan, sequences: IntsLike, layout: Layout) -> Known:
