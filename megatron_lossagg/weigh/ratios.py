@@ -60,10 +60,6 @@ def quotients(
     return 0, []
 
 
-def _value(terms: Sequence[tuple[str, float, int]], powers: Mapping[str, int]) -> float:
-    return prod(value ** powers.get(name, 0) for name, value, _ in terms)
-
-
 def _powers(terms: Sequence[tuple[str, int]], number: int) -> Iterator[dict[str, int]]:
     """List the powers of terms whose sizes sum to a number."""
     if not terms:

@@ -54,9 +54,8 @@ class Weighing:
     no value; no collective and no host sync before :meth:`weighed`. It weighs one step.
     ``num_microbatches``: M; None if :meth:`losses` is called once for each, with a backward pass of
     its own. ``divisor``, ``exponent``: of ``constant`` and ``length_power``, to compare with them.
-    ``loss_scale``: what
-    the loss is multiplied by, and the gradient divided by, that Megatron's ``grad_scale_func`` does
-    not know, such as torch's ``GradScaler.get_scale()``.
+    ``loss_scale``: what the loss is multiplied by, and the gradient divided by, that Megatron's
+    ``grad_scale_func`` does not know, such as torch's ``GradScaler.get_scale()``.
 
     What a program asks of ``torch.autograd.grad`` at parameters arrives as well: leave it out of a
     weighed step.
