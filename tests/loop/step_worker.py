@@ -166,6 +166,24 @@ def check_an_evaluation_in_steps_of_other_sizes_is_one_loss(chunk, aggregator):
     assert found == pytest.approx(wanted, rel=1e-6), (found, wanted)
 
 
+def check_a_zero_in_place_of_a_term_is_one_of_an_evaluations_mean(chunk, aggregator):
+    """Of a later microbatch, whose rank has no tokens of the term."""
+    other, sums = made(chunk, Aggregation("token_mean")), torch.zeros(2)
+    for active in ((3, 2), (1, 4)):
+        with (
+            torch.no_grad(),
+            other.step(active_tokens=active, num_microbatches=2, forward_only=True) as step,
+        ):
+            for row in range(2):
+                mb = a_microbatch(step, [row])
+                x = torch.arange(1.0, 1 + mb.layout.num_local_tokens)
+                kl = torch.zeros(()) if row else mb.reduce(x, "sample_mean")
+                *_, reports = mb.outputs(mb.reduce(x), report={"kl": kl})
+                sums += reports["kl"]
+    # On each of two ranks one of the two samples is 0, in both steps.
+    assert (sums[0] / sums[1]).item() == pytest.approx(((1 + 2 + 3) / 3 / 2 + 1 / 2) / 2)
+
+
 def check_outputs_are_of_the_steps_own_aggregation(chunk, aggregator):
     with abandoned(a_step(aggregator)) as step:
         mb = a_microbatch(step, [0, 1])
