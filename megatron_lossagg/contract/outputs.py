@@ -106,8 +106,8 @@ class StepOutputs:
                 dtype = value.dtype
             sum_N.append((value if value.device == device else moved(value, device)).detach())
         names = [*sums] if expected is None else [*sums, _EXPECTED]
-        # Without totals: the first microbatch that reports these names says the D of each, so that a
-        # zero of a later one without tokens has it too.
+        # Without totals: the first microbatch that reports these names says the D of each, so that
+        # a zero of a later one without tokens has it too.
         key = *names, expected, dtype, device
         made = self._constants.get(key)
         if made is None:

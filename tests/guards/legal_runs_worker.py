@@ -107,19 +107,25 @@ def aggregate_anew(run, mode="sample_mean", **options):
 
 def check_a_whole_loss_func_is_compiled(make):
     torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
+    graphs, means = CompileCounterWithBackend("aot_eager"), {"ones": (torch.ones(()), 2)}
 
     def loss_func(step, batch, x):
         mb = microbatch(step, batch)
-        return mb.outputs(mb.reduce(x.square() / x))
+        return mb.outputs(mb.reduce(x.square() / x), means=means)
 
-    compiled = torch.compile(loss_func, backend=graphs)
+    compiled, seen = torch.compile(loss_func, backend=graphs), []
+
+    def trained(*given):
+        seen.append(compiled(*given))
+        return seen[-1]
+
     run = make()
     for mode in ("sample_mean", "token_mean"):  # one function, other weights
         expected = run.by_hand(weights_by_hand(mode))
         aggregate_anew(run, mode)
         for _ in range(2):
-            same(run.train(lambda *given: compiled(*given)), expected)
+            same(run.train(trained), expected)
+    assert all(report["ones"].tolist() == [1, 2] for *_, report in seen)
     assert 1 <= graphs.frame_count <= 2  # the division, for one size and for any
 
 

@@ -91,10 +91,11 @@ PURE_TESTS = {
     "reduction/own_weights": of("reduction", "own_weights"),
     "reduction/faults": of("reduction", "step_faults", "not_finite"),
     "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
-    "reduction/microbatch": of(
-        *("reduction", "mask_checks", "reducer", "not_finite", "partial_losses", "device_path"),
-        *("token_weights", "custom_reducer"),
-    ),
+    "reduction/microbatch": [
+        *of("reduction", "mask_checks", "reducer", "not_finite", "partial_losses", "device_path"),
+        *of("reduction", "token_weights", "custom_reducer"),
+        *(*STEP, *AUDIT, *checks_of("guards/legal_runs_worker")),
+    ],
     "reduction/plan": [
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
@@ -103,7 +104,10 @@ PURE_TESTS = {
     "reduction/weighted": TABLE,
     "reduction/custom": of("reduction", "custom_reducer"),
     "reduction/options": of("reduction", "options"),
-    "reduction/step_state": of("reduction", "step_faults", "reducer", "not_finite"),
+    "reduction/step_state": [
+        *of("reduction", "step_faults", "reducer", "not_finite"),
+        *(*STEP, *AUDIT, *faults_of("Terms"), *LEGAL_STEPS),
+    ],
     "reduction/checks/aggregation": of("reduction", "aggregation", "length_power"),
     "reduction/checks/arguments": of("reduction", "reducer", "layout", *PLANS, "token_weights"),
     "reduction/checks/ids": of("reduction", *PLANS, "counts"),

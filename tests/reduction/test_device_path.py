@@ -85,6 +85,20 @@ def test_nothing_is_read_for_a_custom_reducer(name):
     assert (partial_loss.device, partial_loss.dtype) == (META, torch.float32)
 
 
+def test_a_mask_of_the_cpu_follows_the_losses_to_their_device():
+    with on("device") as to:
+        made = a_plan((4, 1), mode="sample_mean").reducer(
+            [0, 1], torch.tensor([1] * 5 + [0]), thd(4, 2)
+        )
+        x = to(torch.arange(6.0)).requires_grad_()
+        for _ in range(2):
+            partial_loss = made(x)
+        partial_loss.backward()
+        assert not to.syncs
+        assert partial_loss.item() == pytest.approx((0 + 1 + 2 + 3) / 4 / 2 + 4 / 2)
+        assert x.grad.tolist() == [1 / 8] * 4 + [1 / 2, 0]
+
+
 def test_a_read_on_the_device_raises():
     plan = a_plan()
     plan.reducer([0, 1], torch.tensor(MASK).to(META), thd(4, 2))
