@@ -10,7 +10,6 @@ lies and when it is reduced. Nothing outside of ``contract/`` asks which one a c
 from __future__ import annotations
 
 import inspect
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,17 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-
-def megatron_version() -> str:
-    """Return the version of the Megatron-Core that is imported."""
-    import megatron.core
-
-    return str(megatron.core.__version__)
-
-
-def megatron_release() -> tuple[int, ...]:
-    """Return its major and minor version."""
-    return tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:2])
+from megatron_lossagg.contract.release import megatron_release, megatron_version
 
 
 class Engine(ABC):

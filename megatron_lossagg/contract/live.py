@@ -11,8 +11,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from megatron_lossagg.contract.engine import engine_of, megatron_release, megatron_version
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.megatron_options import check_options
+from megatron_lossagg.contract.release import megatron_release, megatron_version
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ContractError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_lossagg.contract.engine import megatron_version
+from megatron_lossagg.contract.release import megatron_version
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lossagg.contract.engine import megatron_release, megatron_version
+from megatron_lossagg.contract.release import megatron_release, megatron_version
 from megatron_lossagg.contract.scaling import LossScaling
 
 _MOE_FREE_OF_CP = {"average": (0, 16), "per_token": (0, 19)}

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.contract.engine import megatron_version
 from megatron_lossagg.contract.finalize import own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import checked_loss_scaling
+from megatron_lossagg.contract.release import megatron_version
 from megatron_lossagg.contract.scaling import K_FORMULA
 from megatron_lossagg.contract.side_loss_scale import check_follow
 from megatron_lossagg.errors import ContractError, message_of

@@ -28,7 +28,7 @@ from training_steps import (
 )
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.contract.engine import megatron_version
+from megatron_lossagg.contract.release import megatron_version
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.sequences import ID_KINDS

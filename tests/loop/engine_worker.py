@@ -21,7 +21,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.contract.engine import engine_of, megatron_release
+from megatron_lossagg.contract.engine import engine_of
+from megatron_lossagg.contract.release import megatron_release
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.small_gpt import whole_gradient
 

@@ -15,7 +15,7 @@ from megatron_lossagg import (
     Sequences,
     plan_step,
 )
-from megatron_lossagg.contract.engine import megatron_version
+from megatron_lossagg.contract.release import megatron_version
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.options import Options
 
