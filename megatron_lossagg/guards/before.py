@@ -355,7 +355,7 @@ def check_total(own: Aggregation, other: Aggregation, what: str) -> None:
     if own.total != other.total:
         raise ContractError(
             f"got a {what} under {other} in a deferred step under {own}: one number divides all; "
-            "name a mode with the same total, counts and divisor, or train in one schedule call"
+            "name a mode with the same total and counts, or train in one schedule call"
         )
 
 

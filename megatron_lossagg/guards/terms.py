@@ -35,7 +35,8 @@ class Terms(Guard):
         if step.scaling.is_deferred:
             check_total(step.plan.aggregation, term.aggregation, "term")
         check_accumulated(step.accumulates, term.aggregation.mode)
-        if (step.plan.total, step.plan.num_calls) != (plan.total, plan.num_calls):
+        own, other = ((one.total is None, one.num_calls) for one in (step.plan, plan))
+        if own != other:
             raise ContractError(
                 "got a reducer of the plan that a schedule call was begun with, whose weights know "
                 "nothing of the other calls: take step.plan.under(...), or mb.reduce(losses, mode)"

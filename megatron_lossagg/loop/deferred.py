@@ -161,8 +161,9 @@ class Deferred:
             ContractError: On every rank, if one rank has a call that failed, if nothing was
                 trained, for a total that is no number above 0 or differs between ranks, if a
                 sample, prompt or group that the mode, a term or a shadow weighs by has sequences
-                in two calls, and if side losses would be divided by another number than N. On this
-                rank only if it is called twice.
+                in two calls, for a total in place of a C next to which there is another, and if
+                side losses would be divided by another number than N. On this rank only if it is
+                called twice.
 
         One ``all_gather_object`` over the world, and the collectives of Megatron's finalize. With
         ``Options.record`` one all-gather over data- and context-parallel ranks.
@@ -202,7 +203,9 @@ class Deferred:
         if sent.fault or not plans:
             return sent
         try:
-            sent.modes = {one.aggregation.mode for plan in plans for one in plan.planned}
+            planned = [one.aggregation for plan in plans for one in plan.planned]
+            sent.modes = {one.mode for one in planned}
+            sent.divisors = {one.divisor or 1.0 for one in planned if MODES[one.mode].total == "L"}
             sent.mode, of_calls = plans[0].aggregation.mode, [plan.counted_total for plan in plans]
             sent.counted = of_calls[0] if sent.mode == "token_sum" else math.fsum(of_calls)
             sent.active_tokens = sum(plan.totals.active_tokens or 0 for plan in plans)
@@ -246,6 +249,8 @@ class _Sent:
     """Empty on a rank without plans."""
     modes: set[str] = field(default_factory=set)
     """This one, and those of terms and shadows."""
+    divisors: set[float] = field(default_factory=set)
+    """The C of those that have one."""
     counted: float = 0.0
     """The mode's total, of all calls."""
     active_tokens: int = 0
@@ -286,6 +291,13 @@ class _Found:
                     f"deferred step, which reduces under {mode}, whose weights need all of them in "
                     f"one call: train a {wrong[0]} in one call, and pass ids of the whole step"
                 )
+        divisors = sorted(set[float]().union(*(one.divisors for one in sent)))
+        if total is not None and len(divisors) > 1:
+            return _Found(
+                fault=f"got the total {total:g} in place of C in a deferred step that reduces with "
+                f"C = {' and '.join(f'{c:g}' for c in divisors)}: leave total= out, or multiply "
+                "what one of them returns"
+            )
         total = known.counted if total is None else float(total)
         return _Found(total=total or 1.0, active_tokens=known.active_tokens, shared=shared)
 

@@ -131,8 +131,8 @@ class Aggregation:
     def total(self) -> tuple[object, ...]:
         """The mode's :attr:`Mode.total` and what it follows from: equal if one number is both's."""
         name = MODES[self.mode].total
-        if name == "L":
-            return (name, self.divisor or 1.0)
+        if name == "L":  # a term's own C is in proportion to the step's
+            return (name,)
         # B and P have every sample and prompt, V and Q those of which something is counted.
         has_all = name in ("B", "P") and self.count_empty
         return (name, self.count_left_out, None if has_all else self.count, self.exponent)

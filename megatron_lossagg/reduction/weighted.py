@@ -217,11 +217,17 @@ class StepWeights:
                 count_left_out=own.count_left_out,
             )
         if aggregation not in self._under:
-            plan = replace(self, aggregation=aggregation)
+            plan = replace(self, aggregation=aggregation, total=self._total_under(aggregation))
             check_divisor(plan)
             self._under[aggregation] = plan
         planned: _Weights = self._under[aggregation]
         return planned
+
+    def _total_under(self, aggregation: Aggregation) -> float | None:
+        """Return :attr:`total` for a term: a C of its own is in proportion to the step's."""
+        if self.total is None or MODES[aggregation.mode].total != "L":
+            return self.total
+        return self.total * (aggregation.divisor or 1.0) / (self.aggregation.divisor or 1.0)
 
     def _check_size(self, weights: Floats) -> None:
         """Refuse weights beyond float32."""

@@ -73,12 +73,12 @@ DEFERRED = [
         ("sample_mean", "token_mean"),
     ),
     Row(
-        "Terms",
-        "a term with another divisor",
-        "deferred_with_other_term",
-        "a term under token_sum: w_s = 1/30 in a deferred step under token_sum: w_s = 1/6:",
+        "deferred",
+        "a total in place of C, and a term with another",
+        "deferred_with_total",
+        "the total 9 in place of C in a deferred step that reduces with C = 6 and 30: leave total=",
         "DP 2",
-        (Aggregation("token_sum", divisor=6), Aggregation("token_sum", divisor=30)),
+        (Aggregation("token_sum", divisor=6), Aggregation("token_sum", divisor=30), 9),
     ),
     Row(
         "Terms",

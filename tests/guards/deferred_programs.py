@@ -79,6 +79,13 @@ def deferred_with_other_term(training, own, term, **more):
         training.step(with_term(term), **more)
 
 
+def deferred_with_total(training, own, term, total):
+    training = Training(training.layout, per_token=training.per_token, mode=own)
+    with training.aggregator.deferred() as deferred:
+        training.step(with_term(term))
+        deferred.finish(total)
+
+
 def deferred_with_left_out(training):
     term = Aggregation("token_mean", count_left_out=True)
     left_out = [0] * len(training.counts)

@@ -341,6 +341,24 @@ def check_terms_and_shadows_with_the_total_of_the_step(make):
     same(training.gradient(), expected)
 
 
+def check_terms_under_token_sum_have_a_divisor_each(make):
+    """Also one that names none: it is divided by 1."""
+    calls = anew(make, mode=Aggregation("token_sum", divisor=4))
+    expected = calls.training.plain(
+        lambda x, w, t: calls.training.total * (t * (x / 4 + x**2 / 20 + x**3)).sum()
+    )
+
+    def loss(mb, x):
+        term = mb.reduce(x**2, Aggregation("token_sum", divisor=20))
+        return mb.reduce(x) + term + mb.reduce(x**3, Aggregation("token_sum"))
+
+    with calls.training.aggregator.deferred() as deferred:
+        for number in range(2):
+            calls.call(number, returning(loss))
+        assert deferred.finish() == 1 / 4
+    same(calls.training.gradient(), expected)
+
+
 def recorded(calls, folder):
     """Train two steps, in one call and deferred; return the lines of both, on the rank that has."""
     lines = {}
