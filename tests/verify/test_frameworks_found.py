@@ -54,7 +54,7 @@ def swift(tmp_path, monkeypatch):
 
     def forget():
         for name in [*sys.modules]:
-            if f"{name}.".startswith("swift.") or name.endswith("_of_tests"):  # which missing.py stands in for
+            if f"{name}.".startswith("swift.") or name.endswith("_of_tests"):
                 del sys.modules[name]
 
     forget()
