@@ -111,6 +111,12 @@ def shard_split_layers():
     step(tp=2, megatron_fsdp="no_shard")
 
 
+def gather_one_at_a_time():
+    with mock.patch("torch.distributed.distributed_c10d._CoalescingManager.append") as under_way:
+        shard()
+    assert not under_way.called
+
+
 FSDP = "megatron.core.distributed.fsdp"
 OF_FSDP = {
     f"{FSDP}.mcore_fsdp_adapter.torch": shard,
@@ -118,6 +124,7 @@ OF_FSDP = {
     f"{FSDP}.mcore_fsdp_adapter.TELinear": shard_split_layers,
     f"{FSDP}.src.megatron_fsdp.megatron_fsdp.torch": shard,
     f"{FSDP}.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": shard,
+    f"{FSDP}.src.megatron_fsdp.param_and_grad_buffer._coalescing_manager": gather_one_at_a_time,
 }
 if megatron_release() < (0, 16) or find_spec("einops") is None:
     OF_FSDP = {}
