@@ -289,12 +289,13 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
 
 def check_divisor(plan: StepWeights) -> None:
     """Warn once if ``constant`` divides by less than the longest sample."""
-    if plan.aggregation.mode == "constant":
+    divisor = plan.aggregation.divisor
+    if plan.aggregation.mode == "constant" and divisor is not None:  # constant requires one
         table = plan.counted_table
         samples: Any = table.ids("sample")
         lengths_I = samples.sums(table.rows.active_tokens)
         longest = [table.longest, int(lengths_I.max(initial=0))]
-        warn_of_divisor(plan.aggregation.divisor or 1.0, longest)
+        warn_of_divisor(divisor, longest)
 
 
 def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
