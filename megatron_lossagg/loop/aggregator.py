@@ -20,7 +20,7 @@ from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.agreement import agree
+from megatron_lossagg.guards.agreement import agreed
 from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.guards.outcome import WeighedSteps
@@ -156,7 +156,8 @@ class LossAggregator:
         if aggregation is not None:
             return LossAggregator(model, aggregation, options=options)
         if dist.is_initialized():
-            agree("", "no --loss-aggregation")
+            with agreed() as ranks:
+                ranks.own = "no --loss-aggregation"
         return None
 
     @property

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.errors import message_of
-from megatron_lossagg.reduction.exchange import gather_counts
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.exchange import TP_RANK, together
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences, check_constant, columns_of
+from megatron_lossagg.reduction.waiting import to_begin
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
@@ -32,58 +33,61 @@ def plan_of_rank(
     """
     names = columns_of(type(sequences))
     given = {n: getattr(sequences, n) for n in names if getattr(sequences, n) is not None}
-    kind = "an evaluation" if forward_only else "a training step"
-    given, fault = _of_first_rank(given, run.tp_group, kind=kind)
-    own_m = given.get("num_microbatches", num_microbatches)
-    if not is_integer(num_microbatches, lowest=1) and not fault:
-        fault = (
-            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
-            "schedule gets"
-        )
-    if not (is_integer(own_m) and own_m == num_microbatches) and not fault:
-        fault = (
-            f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "
-            "leave that of the sequences out"
-        )
-    if "active_tokens" not in given and not fault:
-        fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
-    of_rank = {"active_tokens": []} if fault else given
+
+    def of_first_rank() -> Sequences:
+        columns = _of_first_rank(given, run.tp_group, to_begin(forward_only))
+        return type(sequences)(**_checked(columns, num_microbatches))
+
     return plan_step(
         run.aggregation,
-        type(sequences)(**of_rank | {"num_microbatches": num_microbatches}),
+        of_first_rank,
         group=run.dp_group,
         options=run.options.of_step(forward_only),
-        fault=fault,
         forward_only=forward_only,
         iteration=iteration,
     )
 
 
-def _of_first_rank(
-    given: dict[str, Any], tp_group: ProcessGroup, *, kind: str
-) -> tuple[dict[str, Any], str]:
+def _checked(given: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
+    """Return the columns of a step with its M; raises :class:`PlanError`."""
+    if not is_integer(num_microbatches, lowest=1):
+        raise PlanError(
+            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
+            "schedule gets"
+        )
+    own_m = given.get("num_microbatches", num_microbatches)
+    if not (is_integer(own_m) and own_m == num_microbatches):
+        raise PlanError(
+            f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "
+            "leave that of the sequences out"
+        )
+    if "active_tokens" not in given:
+        raise PlanError(
+            "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
+        )
+    return given | {"num_microbatches": num_microbatches}
+
+
+def _of_first_rank(given: dict[str, Any], tp_group: ProcessGroup, doing: str) -> dict[str, Any]:
     if tp_group.size() == 1:
-        return given, ""
-    own, fault = {}, ""
-    try:
-        own = {name: _listed(name, value) for name, value in given.items()}
-    except Exception as error:  # of any type: no rank may leave the others waiting
-        fault = message_of(error)
-    gathered, fault = gather_counts((kind, own), fault, tp_group)
-    (kinds, (first, *others)) = zip(*gathered, strict=True)
+        return given
+    kind = doing.partition(";")[0]
+    with together(tp_group, doing, named=TP_RANK, raises=PlanError) as ranks:
+        ranks.own = kind, {name: _listed(name, value) for name, value in given.items()}
+    kinds, (first, *others) = zip(*ranks.of_ranks, strict=True)
     rank = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
-    if not fault and rank is not None:
-        fault = (
-            f"tensor-parallel rank 0 begins {kinds[0]}, rank {rank} {kinds[rank]}: begin the same "
+    if rank is not None:
+        raise PlanError(
+            f"tensor-parallel ranks 0 and {rank} {kinds[0]} and {kinds[rank]}: begin the same "
             "steps on all of them, in the same order"
         )
     other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
-    if not fault and other is not None:
-        fault = (
+    if other is not None:
+        raise PlanError(
             f"tensor-parallel ranks 0 and {other} pass different counts: give both the same "
             f"data, or leave the counts of rank {other} out"
         )
-    return first, fault
+    return dict(first)
 
 
 def _listed(name: str, value: Any) -> Any:
