@@ -53,7 +53,7 @@ class RLIntegration(MaskedSumIntegration):
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Wrap the functions of ``megatron.rl.rl_utils`` that see rollouts and groups.
 
-        Both return what they returned. With packing, one :func:`together` over data-parallel
+        Both return what they returned. With packing, one all-gather over data-parallel
         ranks per collection of rollouts. Raises :class:`ContractError` if a function is missing
         or takes other arguments.
         """

@@ -50,7 +50,7 @@ class LossAggregator:
     """Trains one aggregation on one model; made once per run, on every rank.
 
     Reads loss scaling and groups from the chunks and rejects what K cannot compensate. With
-    ``options.probe`` it then measures K. Collectives: one ``all_gather_object`` over the world and
+    ``options.probe`` it then measures K. Collectives: one all-gather over the world and
     the probe's. Make it outside the schedule.
 
     Args:
@@ -132,7 +132,7 @@ class LossAggregator:
     def from_args(model: Any, args: argparse.Namespace) -> LossAggregator | None:
         """Make it from the ``--loss-aggregation*`` flags; None if no flag was given.
 
-        Every rank calls, without a flag too: one ``all_gather_object`` over the world then.
+        Every rank calls, without a flag too: one all-gather over the world then.
 
         Args:
             model: The DDP-wrapped chunks, or one chunk.
@@ -184,7 +184,7 @@ class LossAggregator:
         """Check that a further aggregation of the run is one it can train, the same on every rank.
 
         :meth:`begin` takes plans under the run's aggregation and those that this method has seen.
-        Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world, by
+        Raises :class:`ContractError` on every rank. One all-gather over the world, by
         every rank.
         """
         agree_further(self._run, aggregation)
@@ -214,7 +214,7 @@ class LossAggregator:
         and takes those of the first rank of its group.
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
-        :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
+        :attr:`dp_group`, and one all-gather over :attr:`tp_group` if it has several
         ranks; on every stage those of :meth:`begin_together`.
 
         Args:

@@ -119,8 +119,8 @@ class StepBuffer:
         ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
         :class:`Sequences`. ``group``: the data-parallel group. ``tp_group``: the
         tensor-parallel group, needed if some of its ranks have no iterator: all take the
-        numbers of its first rank, by one ``all_gather_object``. ``options``, ``forward_only``,
-        ``iteration``: as in :func:`plan_step`.
+        numbers of its first rank, by one all-gather, two if they are long. ``options``,
+        ``forward_only``, ``iteration``: as in :func:`plan_step`.
 
         An iterator that ended early or raised, and a ``count`` that raises, are reported as a
         wrong count is: :class:`PlanError` with the same message on every rank of ``group``,

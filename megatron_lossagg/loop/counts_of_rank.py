@@ -28,14 +28,14 @@ def plan_of_rank(
 ) -> StepPlan:
     """Plan a step of the run from what this rank passes to :meth:`LossAggregator.step`.
 
-    On all ranks of a tensor-parallel group it is its first rank's: one ``all_gather_object`` if it
+    On all ranks of a tensor-parallel group it is its first rank's: one all-gather if it
     has several. ``forward_only``: must be the same on them.
     """
     names = columns_of(type(sequences))
     given = {n: getattr(sequences, n) for n in names if getattr(sequences, n) is not None}
 
     def of_first_rank() -> Sequences:
-        columns = _of_first_rank(given, run.tp_group, to_begin(forward_only))
+        columns = _of_first_rank(given, run.tp_group, forward_only=forward_only)
         return type(sequences)(**_checked(columns, num_microbatches))
 
     return plan_step(
@@ -68,17 +68,19 @@ def _checked(given: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
     return given | {"num_microbatches": num_microbatches}
 
 
-def _of_first_rank(given: dict[str, Any], tp_group: ProcessGroup, doing: str) -> dict[str, Any]:
+def _of_first_rank(
+    given: dict[str, Any], tp_group: ProcessGroup, *, forward_only: bool
+) -> dict[str, Any]:
     if tp_group.size() == 1:
         return given
-    kind = doing.partition(";")[0]
-    with together(tp_group, doing, named=TP_RANK, raises=PlanError) as ranks:
+    kind = "an evaluation" if forward_only else "a training step"
+    with together(tp_group, to_begin(forward_only), named=TP_RANK, raises=PlanError) as ranks:
         ranks.own = kind, {name: _listed(name, value) for name, value in given.items()}
     kinds, (first, *others) = zip(*ranks.of_ranks, strict=True)
     rank = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
     if rank is not None:
         raise PlanError(
-            f"tensor-parallel ranks 0 and {rank} {kinds[0]} and {kinds[rank]}: begin the same "
+            f"tensor-parallel rank 0 begins {kinds[0]}, rank {rank} {kinds[rank]}: begin the same "
             "steps on all of them, in the same order"
         )
     other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)

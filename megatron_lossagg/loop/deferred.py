@@ -165,7 +165,7 @@ class Deferred:
                 side losses would be divided by another number than N. On this rank only if it is
                 called twice.
 
-        One :func:`together` over the world, and the collectives of Megatron's finalize. With
+        One all-gather over the world, and the collectives of Megatron's finalize. With
         ``Options.record`` one all-gather over data- and context-parallel ranks.
         """
         held = self._open

@@ -31,7 +31,7 @@ def read_run(
 
     Returns the run, and what :func:`opened_record` returns. ``counts_parts``: as in
     :func:`check_options`. Raises :class:`ContractError`, also if ranks run different settings. One
-    ``all_gather_object`` over the world.
+    all-gather over the world.
     """
     with agreed() as ranks:
         loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
@@ -61,7 +61,7 @@ def read_run(
 def agree_further(run: RunFacts, aggregation: Aggregation) -> None:
     """Check that a run can train a further aggregation, which is the same on every rank.
 
-    Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world.
+    Raises :class:`ContractError` on every rank. One all-gather over the world.
     """
     with agreed() as ranks:
         check_parts(run.groups, aggregation)

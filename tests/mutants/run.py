@@ -66,6 +66,7 @@ OWNERSHIP = [
     *checks_of("guards/ownership_worker", "guards/ownership_whole_masks_worker"),
 ]
 COUNTS = checks_of("loop/step_counts_worker")
+TOGETHER = checks_of("guards/agreement_worker")
 HOOK = checks_of("loop/schedule_worker", "loop/schedule_refusals_worker")
 COMPARISON = checks_of("loop/schedule_comparison_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
@@ -83,7 +84,7 @@ PURE_TESTS = {
     "reduction/aliases": of("reduction", "aggregation"),
     "reduction/aggregation": [*of("reduction", "aggregation", "plan"), "loop/test_flags"],
     "reduction/layout": of("reduction", "layout", "reducer", "device_path"),
-    "reduction/exchange": [*of("reduction", "exchange"), *PLAN],
+    "reduction/exchange": [*of("reduction", "exchange"), *PLAN, *TOGETHER],
     "reduction/sequences": [
         *of("reduction", *PLANS, "counts", "integers", "sequence_columns", "left_out"),
         *("loop/test_buffer", *PLAN),
@@ -132,7 +133,7 @@ LAUNCHED_TESTS = {
     "contract/live": AGGREGATOR,
     "contract/finalize": [*FINALIZED, *faults_of("before"), *LEGAL_STEPS],
     "contract/side_losses": AGGREGATOR,
-    "guards/agreement": [*AGGREGATOR, *checks_of("guards/agreement_worker")],
+    "guards/agreement": [*AGGREGATOR, *TOGETHER],
     "guards/before": [*faults_of("before"), *STEP],
     "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
@@ -160,6 +161,7 @@ LAUNCHED_TESTS = {
     "loop/read_run": AGGREGATOR,
     "loop/schedule_hook": [*HOOK, *COMPARISON, *HOOKED_GRADIENTS],
     "loop/stages": COUNTS,
+    "reduction/waiting": TOGETHER,
     "record/writer": RECORD,
 }
 """Tests that launch ranks, of Megatron but for one."""
