@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from check_runner import run_checks
+from ranks import run_worker
 
 from benchmarks.counting import counted
 from megatron_lossagg.errors import ContractError, LayoutError, PlanError
@@ -107,11 +107,6 @@ def check_the_error_of_an_exchange_names_the_rank_that_never_came():  # the last
         agree("the same")
 
 
-def main():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with patch.object(waiting, "TICK", 0.05):
-        run_checks(globals())
-
-
 if __name__ == "__main__":
-    main()
+    with patch.object(waiting, "TICK", 0.05):
+        run_worker(globals(), timeout=timedelta(seconds=60))

@@ -2,7 +2,8 @@
 
 import pytest
 import torch.distributed as dist
-from planning import TOKEN_MEAN, lengths, raised_everywhere, run_worker
+from planning import TOKEN_MEAN, lengths, raised_everywhere
+from ranks import run_worker
 
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from planning import TOKEN_MEAN, of, planned, raised_everywhere, refused_everywhere, run_worker
+from planning import TOKEN_MEAN, of, planned, raised_everywhere, refused_everywhere
+from ranks import run_worker
 
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
