@@ -24,12 +24,11 @@ from megatron_lossagg.guards.agreement import agreed
 from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.guards.outcome import WeighedSteps
-from megatron_lossagg.loop.counts_of_rank import plan_of_rank
+from megatron_lossagg.loop.begin import begun_together, plan_of_rank
 from megatron_lossagg.loop.deferred import Deferred
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.read_run import aggregation_of, agree_further, described, read_run
-from megatron_lossagg.loop.stages import begun_together
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_lossagg.errors import ContractError, LossAggregationError, message_of
+from megatron_lossagg.errors import ContractError, LossAggregationError, PlanError, message_of
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.waiting import waiting
@@ -116,6 +116,10 @@ class Exchange:
             row_N[1:].tobytes()[:length]
             for row_N, length in zip(gathered_WN, length_W.tolist(), strict=True)
         ]
+
+    def together(self) -> AbstractContextManager[Told]:
+        """Fail together as ranks that plan a step do; see the function."""
+        return together(self.group, self.doing, named=DP_RANK, raises=PlanError)
 
     def _device_for(self, own: torch.Tensor) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.ids import check_ids, check_sample_count
-from megatron_lossagg.reduction.exchange import DP_RANK, Exchange, together
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import (
@@ -35,6 +34,9 @@ from megatron_lossagg.reduction.sequences import (
     hashed,
     ids_of,
 )
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.exchange import Exchange
 
 _Numbers = TypeVar("_Numbers", Ints, Floats)
 _BETWEEN = "\n"
@@ -422,7 +424,7 @@ def _means(active_W: Ints, m_W: Ints) -> float | None:
 
 def _raise_together(said: list[str], fault: Exception | None, exchange: Exchange) -> NoReturn:
     """Raise on all ranks what one has found, or in what they differ."""
-    with together(exchange.group, exchange.doing, named=DP_RANK, raises=PlanError) as ranks:
+    with exchange.together() as ranks:
         if fault is not None:
             raise fault
         ranks.own = said

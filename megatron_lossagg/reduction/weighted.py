@@ -12,19 +12,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import DP_RANK, Exchange, together
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, IntsLike
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.sequences import Checked, Floats
 from megatron_lossagg.reduction.table import Counted, StepCounts, StepTotals, Table
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.exchange import Exchange
 
 _Weights = TypeVar("_Weights", bound="StepWeights")
 _Numbers = TypeVar("_Numbers", Ints, Floats)
@@ -262,7 +264,7 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     A function may be another one on a node with an older file, and may fail on one rank only. One
     all-gather, and one for a long message of an error.
     """
-    with together(exchange.group, exchange.doing, named=DP_RANK, raises=PlanError) as ranks:
+    with exchange.together() as ranks:
         ranks.own = sums_of(plan.weight_A)
     sums_W2 = np.array(ranks.of_ranks)
     is_other_W = ~np.isclose(sums_W2, sums_W2[0], rtol=SAME_SUMS, atol=0).all(axis=1)

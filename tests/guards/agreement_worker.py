@@ -71,17 +71,16 @@ def check_the_error_of_one_rank_is_raised_on_all_and_caused_by_its_own():
 def said_of_a_late_rank(exchange):
     """Let the last rank come late to an exchange; returns what all ranks print."""
     said = io.StringIO()
-    with patch.object(waiting, "PATIENCE", 0.5), contextlib.redirect_stderr(said):
+    dist.barrier()
+    with patch.object(waiting, "PATIENCE", 1), contextlib.redirect_stderr(said):
         if dist.get_rank() == 2:  # the others begin, and it is in its model
-            time.sleep(2)
+            time.sleep(3)
         exchange()
     return "".join(tell(said.getvalue()))
 
 
 def check_a_rank_that_comes_late_is_named_once_and_waited_for():
-    line = (
-        r"lossagg: rank [01] has waited 0.5 s for rank 2 to begin the loss aggregation; a rank .*"
-    )
+    line = r"lossagg: rank [01] has waited 1 s for rank 2 to begin the loss aggregation; a rank .*"
     assert re.fullmatch(line + "\n", said_of_a_late_rank(lambda: agree("the same")))
 
 
@@ -90,7 +89,7 @@ def check_a_rank_that_waits_for_others_to_begin_a_step_says_so():
         with together(dist.group.WORLD, waiting.to_begin(forward_only=False)):
             pass
 
-    line = r"lossagg: rank [01] has waited 0.5 s for rank 2 to begin a training step; a step that.*"
+    line = r"lossagg: rank [01] has waited 1 s for rank 2 to begin a training step; a step that.*"
     assert re.fullmatch(line + "\n", said_of_a_late_rank(begins))
 
 

@@ -135,7 +135,6 @@ LAUNCHED_TESTS = {
     "contract/side_losses": AGGREGATOR,
     "guards/agreement": [*AGGREGATOR, *TOGETHER],
     "guards/before": [*faults_of("before"), *STEP],
-    "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
     "guards/finalized": [*FINALIZED, *LEGAL_INPUTS],
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
@@ -149,18 +148,16 @@ LAUNCHED_TESTS = {
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
     "guards/terms": [*faults_of("Terms"), *LEGAL_INPUTS],
-    "guards/trained_tokens": OWNERSHIP,
     "loop/step": [
         *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
         *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
     ],
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
     "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
-    "loop/counts_of_rank": COUNTS,
     "loop/framework": HOOK,
     "loop/read_run": AGGREGATOR,
     "loop/schedule_hook": [*HOOK, *COMPARISON, *HOOKED_GRADIENTS],
-    "loop/stages": COUNTS,
+    "loop/begin": COUNTS,
     "reduction/waiting": TOGETHER,
     "record/writer": RECORD,
 }
