@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction.exchange import Told, together
+from megatron_lossagg.reduction.exchange import Exchange, Told
 
 _DOING = (
     "begin the loss aggregation; a rank without the flags of --loss-aggregation never does: start "
@@ -18,11 +18,11 @@ _DOING = (
 
 @contextmanager
 def agreed() -> Iterator[Told]:
-    """Leave a block with the same on every rank of the world; see :func:`together`.
+    """Leave a block with the same on every rank of the world, or raise on all.
 
     ``own``: in words, what must be the same on all ranks.
     """
-    with together(dist.group.WORLD, _DOING) as ranks:
+    with Exchange(dist.group.WORLD, _DOING).together("rank {}", ContractError) as ranks:
         yield ranks
     first = ranks.of_ranks[0]
     for rank, own in enumerate(ranks.of_ranks):

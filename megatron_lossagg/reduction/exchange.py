@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,6 +26,18 @@ _HEAD_BYTES = 2048
 """Of the first all-gather of bytes, with their number."""
 DP_RANK = "rank {} of the data-parallel group"
 TP_RANK = "tensor-parallel rank {}"
+
+
+@dataclass
+class Told:
+    """What the ranks of a group tell each other in :func:`together`."""
+
+    own: Any = None
+    """What this rank tells; set it inside the block, to what can be pickled."""
+    of_ranks: list[Any] = field(default_factory=list)
+    """What each rank has told, after the block."""
+    error: Exception | None = None
+    """What ended the block on this rank, if anything."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +129,36 @@ class Exchange:
             for row_N, length in zip(gathered_WN, length_W.tolist(), strict=True)
         ]
 
-    def together(self) -> AbstractContextManager[Told]:
-        """Fail together as ranks that plan a step do; see the function."""
-        return together(self.group, self.doing, named=DP_RANK, raises=PlanError)
+    @contextmanager
+    def together(
+        self, named: str | None = None, raises: type[LossAggregationError] = PlanError
+    ) -> Iterator[Told]:
+        """See the function; ``named``: None as data-parallel ranks; in a group of one too."""
+        named = DP_RANK if named is None else named
+        told = Told()
+        try:
+            yield told
+        except Exception as error:  # of any type: no rank may leave the others waiting
+            told.error = error
+        pairs = self._exchanged(told)
+        told.of_ranks = [own for own, _ in pairs]
+        for rank, (_, fault) in enumerate(pairs):
+            if fault is not None:
+                _raise(f"{named.format(rank)}: " if named else "", fault, told.error, raises)
+
+    def _exchanged(self, told: Told) -> list[tuple[Any, str | None]]:
+        """Return what each rank tells, and its fault."""
+        if self.size == 1:
+            return [(told.own, _text_of(told.error))]
+        try:
+            packed = pickle.dumps((told.own, _text_of(told.error)))
+        except Exception as error:  # of any type, as above
+            told.error = error
+            packed = pickle.dumps((None, _text_of(error)))
+        try:
+            return [pickle.loads(one) for one in self.packed(packed)]
+        except Exception as error:  # as if the others wait elsewhere: this rank's own says more
+            raise error from told.error or error.__cause__
 
     def _device_for(self, own: torch.Tensor) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".
@@ -131,26 +170,13 @@ class Exchange:
         return torch.device("cuda", torch.cuda.current_device())
 
 
-@dataclass
-class Told:
-    """What the ranks of a group tell each other in :func:`together`."""
-
-    own: Any = None
-    """What this rank tells; set it inside the block, to what can be pickled."""
-    of_ranks: list[Any] = field(default_factory=list)
-    """What each rank has told, after the block."""
-    error: Exception | None = None
-    """What ended the block on this rank, if anything."""
-
-
-@contextmanager
 def together(
     group: dist.ProcessGroup | None,
     doing: str,
     *,
     named: str = "rank {}",
     raises: type[LossAggregationError] = ContractError,
-) -> Iterator[Told]:
+) -> AbstractContextManager[Told]:
     """Leave a block on all ranks of a group, or raise on all of them what one has raised.
 
     No rank may leave the others waiting: an error of any type in the block, and what cannot be
@@ -162,32 +188,19 @@ def together(
     group's ranks are called. One all-gather of 2 KiB with its host sync, and a second one if a rank
     tells more.
     """
-    told = Told()
-    try:
-        yield told
-    except Exception as error:  # of any type: no rank may leave the others waiting
-        told.error = error
     exchange = Exchange(group, doing)
-    if exchange.size == 1:
-        told.of_ranks = [told.own]
-        if isinstance(told.error, raises):
-            raise told.error
-        if told.error is not None:
-            raise raises(message_of(told.error)) from told.error
-        return
-    try:
-        packed = pickle.dumps((told.own, _text_of(told.error)))
-    except Exception as error:  # as above
-        told.error = error
-        packed = pickle.dumps((None, _text_of(error)))
-    try:
-        pairs = [pickle.loads(one) for one in exchange.packed(packed)]
-    except Exception as error:  # as if the others wait elsewhere: this rank's own says more
-        raise error from told.error or error.__cause__
-    told.of_ranks = [own for own, _ in pairs]
-    for rank, (_, fault) in enumerate(pairs):
-        if fault is not None:
-            raise raises(f"{named.format(rank)}: {fault}") from told.error
+    return exchange.together(named if exchange.size > 1 else "", raises)
+
+
+def _raise(
+    named: str, fault: str, own: Exception | None, raises: type[LossAggregationError]
+) -> NoReturn:
+    """Raise what a rank has told; ``own``: this rank's error, if it has one."""
+    if not isinstance(own, raises):
+        raise raises(f"{named}{fault}") from own
+    if not named:
+        raise own
+    raise raises(f"{named}{fault}") from own.__cause__ or own
 
 
 def _text_of(error: Exception | None) -> str | None:

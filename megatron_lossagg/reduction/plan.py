@@ -226,8 +226,7 @@ def plan_step(
             table = known_step(checked, totals, known_size)
             plan = _weighted(aggregation, checked, table, exchange, options)
         except PlanError as found:
-            named = "" if _is_alone() else f"{exchange.name()}: "
-            raise PlanError(f"{named}{found}") from found.__cause__
+            raise PlanError(f"{exchange.name()}: {found}") from found.__cause__
     if plan.counts.is_empty:
         # If all are left out, another term may count them: no error.
         _empty_step(replace(options, empty_step="zero") if plan.totals.active_tokens else options)

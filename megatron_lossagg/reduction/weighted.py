@@ -264,7 +264,7 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     A function may be another one on a node with an older file, and may fail on one rank only. One
     all-gather, and one for a long message of an error.
     """
-    with exchange.together() as ranks:
+    with exchange.together(None if exchange.size > 1 else "") as ranks:
         ranks.own = sums_of(plan.weight_A)
     sums_W2 = np.array(ranks.of_ranks)
     is_other_W = ~np.isclose(sums_W2, sums_W2[0], rtol=SAME_SUMS, atol=0).all(axis=1)

@@ -277,6 +277,18 @@ def check_a_fault_that_utf_8_cannot_encode_reaches_all():
     raised_everywhere(message, plan_step, *own, group=dist.group.WORLD, fault=fault)
 
 
+def check_an_error_of_what_makes_the_sequences_reaches_all():
+    def made():
+        if dist.get_rank() == 1:
+            raise KeyError("loss_mask")
+        return Sequences(active_tokens=[3])
+
+    message = r"^rank 1 of the data-parallel group: KeyError\('loss_mask'\)$"
+    raised_everywhere(message, plan_step, TOKEN_MEAN, made, group=dist.group.WORLD)
+    plan = plan_step(TOKEN_MEAN, lambda: Sequences(active_tokens=[3]), group=dist.group.WORLD)
+    assert plan.totals.active_tokens == 3 * dist.get_world_size()
+
+
 def check_a_warning_of_one_ranks_sample_is_raised_on_all_where_warnings_are_errors():
     constant = Aggregation("constant", divisor=5)
     tokens = [9 if dist.get_rank() == 1 else 2]
