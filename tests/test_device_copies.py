@@ -27,7 +27,7 @@ ALLOWED = {
     ("reduction/exchange.py", ".cpu()"): "before the step: counts of a group, to be read",
     ("reduction/integers.py", "values.detach().cpu()"): "before the step: counts and ids",
     ("reduction/sequences.py", "given.cpu()"): "before the step: lengths, and which are padding",
-    ("loop/counts_of_rank.py", "one.item()"): "before the step: counts and ids",
+    ("loop/begin.py", "one.item()"): "before the step: counts and ids",
     ("loop/probe/startup.py", ".item()"): "once per run: the probe",
     ("integrations/_advantage_groups.py", "advantage[mask.bool()].cpu()"): "before the step",
     ("integrations/_segment_counts.py", ".detach().cpu()"): "before the step",
@@ -44,7 +44,8 @@ ALLOWED = {
     ("loop/buffer.py", "torch.empty_like(array, pin_memory=True)"): "a copy on the CPU",
     # NumPy arrays, dictionaries and counters
     ("reduction/plan.py", "_steps_with_totals[exchange.ranks] += 1"): "a Counter",
-    ("guards/trained_tokens.py", "self._is_noted_S[sequences_G[is_sequence_G]] = True"): "NumPy",
+    ("reduction/waiting.py", "_numbers[name] += 1"): "a Counter",
+    ("guards/ownership.py", "self._is_noted_S[sequences_G[is_sequence_G]] = True"): "NumPy",
     ("reduction/checks/mask.py", "nonzero[0].item()"): "NumPy",
     ("loop/flags.py", "args[_WEIGHTS] = None"): "a dictionary",
     ("loop/flags.py", "args['loss_aggregation_count'] = None"): "a dictionary",

@@ -5,8 +5,7 @@ algebra's code. ``docs/reference/checks.md`` is printed from here and lists all 
 
 No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
 and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook, and
-``evaluation`` when ``mb.outputs`` is called. ``coefficients`` belongs to ``GradientAudit``,
-``loss_graph`` to ``Outcome``, ``trained_tokens`` to ``Ownership``.
+``evaluation`` when ``mb.outputs`` is called. ``loss_graph`` belongs to ``Outcome``.
 """
 
 from __future__ import annotations

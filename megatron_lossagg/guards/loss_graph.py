@@ -57,13 +57,15 @@ def _saved(node: Any, name: str) -> Any:
     """Return what a node has saved for its backward pass under a name; None if nothing.
 
     Or ``_UNREAD``: what a hook has packed (of a checkpoint or an offload), for to unpack it may run
-    the model or free it; what was freed; and all that is saved before torch 2.13, which is the
-    first that says whether it was packed.
+    the model or free it; what was freed; and all that is saved if torch does not say whether it was
+    packed. Only ``_raw_saved_*`` says it, from torch 2.13 on; a public name does not exist. Without
+    it less is looked at, and nothing else is concluded.
     """
-    if not hasattr(type(node), f"_raw_saved_{name}"):
+    if not hasattr(type(node), f"_saved_{name}"):
         return None
     try:
-        packed = getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", _UNREAD)
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        packed = getattr(raw, "unpack_hook", _UNREAD)
         return _UNREAD if packed is not None else getattr(node, f"_saved_{name}")
     except RuntimeError:
         return _UNREAD

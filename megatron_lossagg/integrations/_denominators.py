@@ -2,8 +2,10 @@
 
 Both divide a sequence's masked sum by ``torch.clamp_min(d_s, 1)``, for rollouts without an active
 token. A carried d_s = 1 / (w_s G) is below 1 if a sequence weighs more than 1/G, such as the one
-token of a short response. :class:`Denominators` are raised to 1 only if they are 0. Sources: slime
-624b824a and miles 31f1ca96 ``get_sum_of_sample_mean``.
+token of a short response. :class:`Denominators` are raised to 1 only if they are 0. A subclass,
+because both clamp inside of a closure, between a sum and its division, where no option and no
+function of theirs can be replaced. Sources: slime 624b824a and miles 31f1ca96
+``get_sum_of_sample_mean``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 
-_CLAMPS = ("clamp_min", "clamp", "clip", "maximum")
+_CLAMPS = [
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("clamp_min", "clamp", "clip", "maximum")
+]
 _SUMS = "get_sum_of_sample_mean"
 _made: set[Callable[..., Any]] = set()
 """What replaced it, here."""
@@ -37,7 +43,7 @@ class Denominators(Tensor):
     ) -> Any:
         """Run ``func``; a clamp returns a plain tensor. No host sync."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _CLAMPS:
+        if func not in _CLAMPS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         given = next(one for one in args if isinstance(one, cls)).as_subclass(Tensor)
         plain = [one.as_subclass(Tensor) if isinstance(one, cls) else one for one in args]

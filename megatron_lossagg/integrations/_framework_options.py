@@ -2,8 +2,8 @@
 
 They are named as the flags are: ``loss_aggregation``, ``loss_aggregation_divisor``, ... Each has a
 short spelling, ``lossagg``, ``lossagg_divisor``, ..., for a release that defines an option of the
-long name itself (as slime's closed pull request 2090 did): the long name is the framework's there,
-its default is no request, and only the short one is ours.
+long name itself, as slime's pull request 2090 did: it was closed, and a copy of slime may have it.
+The long name is the framework's there, its default is no request, and only the short one is ours.
 """
 
 from __future__ import annotations

@@ -21,15 +21,14 @@ import re
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import PlanError, message_of
+from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.faults import first_time, warn_once
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
@@ -104,29 +103,32 @@ def plan_batch(
     n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
     paddings = _paddings(data)
     is_sequence_b = ~torch.tensor(paddings, dtype=torch.bool)
-    columns, fault = _columns(aggregation, data)
-    weights = columns.get("sequence_weight")
-    if not counts_zero and weights is not None:
-        columns["left_out"] = [weight == 0 for weight in weights]
-    elif not counts_zero:
-        fault = fault or (
-            f"got a loss mode of _no_count_zero and a batch without {LOSS_WEIGHT}, whose zeros it "
-            "leaves out of the counts: give each sequence one, or drop _no_count_zero"
-        )
-    given: dict[str, Any] = {
-        name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
-        for name, column in columns.items()
-    }
+
+    def sequences() -> Sequences:
+        columns = _columns(aggregation, data)
+        weights = columns.get("sequence_weight")
+        if not counts_zero and weights is None:
+            raise PlanError(
+                f"got a loss mode of _no_count_zero and a batch without {LOSS_WEIGHT}, whose zeros "
+                "it leaves out of the counts: give each sequence one, or drop _no_count_zero"
+            )
+        if not counts_zero and weights is not None:
+            columns["left_out"] = [weight == 0 for weight in weights]
+        given: dict[str, Any] = {
+            name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
+            for name, column in columns.items()
+        }
+        return Sequences(active_tokens=n_b[is_sequence_b], num_padding=sum(paddings), **given)
+
     _say_empty(aggregation, int((n_b[is_sequence_b] == 0).sum()), len(paddings))
     plan = plan_step(
         aggregation,
-        Sequences(active_tokens=n_b[is_sequence_b], num_padding=sum(paddings), **given),
+        sequences,
         group=group,
-        fault=fault,
         # verl's rollout correction leaves loss_mask as it was.
         options=Options(rejects_tokens=True),
     )
-    sample = f"(uid, {_sample_column()})" if "sample" in given else ""
+    sample = "" if plan.sequences.sample is None else f"(uid, {_sample_column()})"
     say_counted(plan, sample=sample)
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
@@ -146,26 +148,22 @@ def _say_empty(aggregation: Aggregation, num_empty: int, num_sequences: int) -> 
         )
 
 
-def _columns(aggregation: Aggregation, data: Any) -> tuple[dict[str, list[Any]], str]:
+def _columns(aggregation: Aggregation, data: Any) -> dict[str, list[Any]]:
     """Return what the plan needs of each sequence, padding included, by its name in Sequences.
 
-    And what is wrong with it, if anything: no rank may raise before the others have heard of it.
+    Raises :class:`PlanError`: inside of what tells the other ranks.
     """
-    fault = _lacking(aggregation, data, _uids(data))
-    if fault:
-        return {}, fault
+    if fault := _lacking(aggregation, data, _uids(data)):
+        raise PlanError(fault)
     columns: dict[str, list[Any] | None] = {}
-    try:
-        if aggregation.mode == "prompt_mean":
-            columns["prompt"] = _uids(data)
-        elif aggregation.mode in COUNT_SAMPLES:
-            columns["sample"] = _samples(data)
-        if aggregation.mode == "balanced":
-            columns["group"] = _groups(data)
-        columns["sequence_weight"] = _loss_weights(data)
-    except Exception as error:  # whatever it is, no rank may leave the others waiting
-        return {}, message_of(error)
-    return {name: column for name, column in columns.items() if column is not None}, ""
+    if aggregation.mode == "prompt_mean":
+        columns["prompt"] = _uids(data)
+    elif aggregation.mode in COUNT_SAMPLES:
+        columns["sample"] = _samples(data)
+    if aggregation.mode == "balanced":
+        columns["group"] = _groups(data)
+    columns["sequence_weight"] = _loss_weights(data)
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def _groups(data: Any) -> list[str]:
@@ -246,19 +244,21 @@ def check_same_batch(aggregation: Aggregation, data: Any) -> None:
     """
     from megatron.core import parallel_state
 
-    masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
-    ids = [_uids(data), _paddings(data), _columns(aggregation, data), [*map(len, masks)]]
-    hashed = hashlib.sha256(repr(ids).encode())
-    for mask in masks:
-        hashed.update(mask.tobytes())
-    own = int.from_bytes(hashed.digest()[:8], "big") >> 1
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    hash_W = Exchange(group).integers(np.array([own]))[:, 0]
-    others = np.flatnonzero(hash_W != hash_W[0])
-    if len(others):
+    named = "data- and context-parallel rank {}"
+    with together(group, "compare its batch", named=named, raises=PlanError) as ranks:
+        masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
+        ids = [_uids(data), _paddings(data), _columns(aggregation, data), [*map(len, masks)]]
+        hashed = hashlib.sha256(repr(ids).encode())
+        for mask in masks:
+            hashed.update(mask.tobytes())
+        ranks.own = hashed.digest()
+    hashes = ranks.of_ranks
+    other = next((rank for rank, one in enumerate(hashes) if one != hashes[0]), None)
+    if other is not None:
         raise PlanError(
-            f"got one batch on rank 0 of the {len(hash_W)} data- and context-parallel ranks and "
-            f"a different one on rank {others[0]}, expected the same on all: with "
+            f"got one batch on rank 0 of the {len(hashes)} data- and context-parallel ranks and "
+            f"a different one on rank {other}, expected the same on all: with "
             "dynamic_context_parallel each rank counts the whole batch by itself. Give every rank "
             "the batch of verl's data-parallel rank 0, or set "
             "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False"

@@ -29,8 +29,8 @@ _LINES = 4
 class TermsWeighing(ScriptWeighing):
     """Weighs each term of a loss; one for a run."""
 
-    def __init__(self, at: int, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
-        super().__init__(at, steps, stop=False, report=report)
+    def __init__(self, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
+        super().__init__(1, steps, stop=False, report=report)
         self._listening: Weighing | None = None
         self._microbatch, self._is_new = -1, False
         """The microbatch, and whether nothing of the next one has been heard."""
@@ -105,7 +105,11 @@ def print_term(step: Weighed, number: int, term: str) -> None:
 
 
 def term_of(frame: Any) -> str:
-    """Name a term as the framework's line does: ``kl_loss = sum_of_sample_mean(kl)``."""
+    """Name a term as the framework's line does: ``kl_loss = sum_of_sample_mean(kl)``.
+
+    Frameworks pass no name. It is a heading only: which losses are one term is their place and
+    order in the microbatch, and a line that assigns nothing is called ``loss``.
+    """
     code, line = frame.f_code, frame.f_lineno
     for number in range(line, max(line - _LINES, code.co_firstlineno), -1):
         if found := _ASSIGNED.match(linecache.getline(code.co_filename, number)):

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -28,6 +27,7 @@ from megatron_lossagg.integrations._segment_counts import count_segments, to_num
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.sequences import Sequences
@@ -53,7 +53,7 @@ class RLIntegration(MaskedSumIntegration):
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Wrap the functions of ``megatron.rl.rl_utils`` that see rollouts and groups.
 
-        Both return what they returned. With packing, one ``all_gather_object`` over data-parallel
+        Both return what they returned. With packing, one all-gather over data-parallel
         ranks per collection of rollouts. Raises :class:`ContractError` if a function is missing
         or takes other arguments.
         """
@@ -204,9 +204,9 @@ class _Turns:
         if given["sequence_packing"]:
             from megatron.core import mpu
 
-            ranks: list[list[_Turn]] = [[]] * mpu.get_data_parallel_world_size()
-            dist.all_gather_object(ranks, self._local, group=mpu.get_data_parallel_group())
-            self._global = [turn for rank in ranks for turn in rank]
+            with together(mpu.get_data_parallel_group(), "pack its rollouts") as ranks:
+                ranks.own = self._local
+            self._global = [turn for rank in ranks.of_ranks for turn in rank]
             return prepared
         iterator = prepared[0] if isinstance(prepared, tuple) else prepared  # a tuple from 0.17 on
         iterator.iterable = self._numbered(iterator.iterable)

@@ -83,10 +83,12 @@ def aggregated(
     """Wrap NeMo-RL's loss of a policy, of SFT, of values or of distillation for its trainers.
 
     ``None`` keeps NeMo-RL's own weights, which ``LOSSAGG_WEIGH=1`` shows.
-    ``split_steps``: the single controller trains. ``policy``: ``master_config.policy``, to warn of
+    ``split_steps``: the single controller trains, which no argument of the loss tells before its
+    first call. ``policy``: ``master_config.policy``, to warn of
     losses in it that stay NeMo-RL's. ``weights_in_data``: the patch of
     ``docs/integrations/patches`` is applied, so that the trainer calls
-    :meth:`AggregatedLoss.weights_of`; prompt_mean and length_power need it.
+    :meth:`AggregatedLoss.weights_of`; prompt_mean and length_power need it, whose prompts and
+    lengths of the step NeMo-RL passes no loss function.
     ``samples_per_step``: B, if sequences with ``sample_mask`` 0 are to count as well:
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.

@@ -144,8 +144,8 @@ FRAMEWORKS: Mapping[str, Where] = {
 class _Weighing(TermsWeighing):
     """Weighs each term of a framework's loss, from losses of whole sequences."""
 
-    def __init__(self, where: Where, at: int, steps: int, *, report: Report) -> None:
-        super().__init__(at, steps, report=report)
+    def __init__(self, where: Where, steps: int, *, report: Report) -> None:
+        super().__init__(steps, report=report)
         self.where = where
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
@@ -198,17 +198,16 @@ class _Weighing(TermsWeighing):
         return losses.reshape(-1).index_add(0, index, heard).view_as(losses)
 
 
-def install(
-    framework: str, at: int = 1, steps: int = 1, *, report: Report = print_term
-) -> TermsWeighing:
+def install(framework: str, *, steps: int = 1, report: Report = print_term) -> TermsWeighing:
     """Listen in a framework's training in this process; call it before the first step.
 
-    Raises :class:`ContractError` for a framework that has no function of ``FRAMEWORKS``.
+    ``steps``: how many training steps are weighed. Raises :class:`ContractError` for a framework
+    that has no function of ``FRAMEWORKS``.
     """
     if framework not in FRAMEWORKS:
         raise ContractError(f"got {framework!r}, expected one of {', '.join(FRAMEWORKS)}")
     where = FRAMEWORKS[framework]
-    weighing = _Weighing(where, at, steps, report=report)
+    weighing = _Weighing(where, steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=f"the training of {framework} on Megatron")
     where.prepare()
     found = [row.module for row in where.reductions if _listens(weighing, row)]
@@ -282,7 +281,12 @@ def _returned(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) ->
 
 
 class _Variables(TorchFunctionMode):
-    """Hears two variables of a function where an operation first takes both."""
+    """Hears two variables of a function where an operation first takes both.
+
+    For AReaL and ms-swift, which make their losses and reduce them in one function, so that no call
+    passes them: the variables are read by their names in its frame. Another name is not silent: a
+    step in which nothing was heard is refused.
+    """
 
     def __init__(self, weighing: _Weighing, row: Reduction, code: Any) -> None:
         super().__init__()
@@ -309,7 +313,11 @@ class _Variables(TorchFunctionMode):
 
 
 def _batch(frame: Any, where: Where, scale: str) -> Any:
-    """Return the nearest microbatch of a framework that has names or the scale."""
+    """Return the nearest microbatch of a framework that has names or the scale.
+
+    By the name of its callers' variable, since what reduces losses is not passed it. Without names
+    sequences are numbered. The scale is a column that our integration adds.
+    """
     while frame is not None:
         batch = frame.f_locals.get(where.batch)
         keys = batch.keys() if hasattr(batch, "keys") else ()

@@ -72,11 +72,14 @@ def miles(args: Any) -> None:
 
 
 def install(
-    framework: str, at: int = 1, steps: int = 1, *, report: Callable[[Weighed, int, str], None]
+    framework: str, *, steps: int = 1, report: Callable[[Weighed, int, str], None]
 ) -> TermsWeighing:
-    """Listen in a framework's training in this process; call it before the first step."""
+    """Listen in a framework's training in this process; call it before the first step.
+
+    ``steps``: how many training steps are weighed.
+    """
     where, expected = _FRAMEWORKS[framework], f"{framework}'s Megatron backend"
-    weighing = TermsWeighing(at, steps, report=report)
+    weighing = TermsWeighing(steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=expected)
     for name in where.reducers:
         module = importlib.import_module(name)
@@ -94,7 +97,12 @@ def _begin(framework: str, args: Any) -> None:
 
 
 def _heard_loader(weighing: TermsWeighing, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Hear what a custom reducer of the policy loss gets, which the framework loads by its path."""
+    """Hear what a custom reducer of the policy loss gets, which the framework loads by its path.
+
+    It loads other functions so too, of other arguments. What this one is for stands in the calling
+    line only: ``load_function(args.custom_pg_loss_reducer_function_path)``. Of one that is missed
+    no policy loss is reported.
+    """
 
     @functools.wraps(load)
     def loaded(path: str, *args: Any, **kwargs: Any) -> Any:

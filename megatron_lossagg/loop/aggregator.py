@@ -20,16 +20,15 @@ from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.agreement import agree
+from megatron_lossagg.guards.agreement import agreed
 from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.guards.outcome import WeighedSteps
-from megatron_lossagg.loop.counts_of_rank import plan_of_rank
+from megatron_lossagg.loop.begin import begun_together, plan_of_rank
 from megatron_lossagg.loop.deferred import Deferred
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.read_run import aggregation_of, agree_further, described, read_run
-from megatron_lossagg.loop.stages import begun_together
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -50,7 +49,7 @@ class LossAggregator:
     """Trains one aggregation on one model; made once per run, on every rank.
 
     Reads loss scaling and groups from the chunks and rejects what K cannot compensate. With
-    ``options.probe`` it then measures K. Collectives: one ``all_gather_object`` over the world and
+    ``options.probe`` it then measures K. Collectives: one all-gather over the world and
     the probe's. Make it outside the schedule.
 
     Args:
@@ -132,7 +131,7 @@ class LossAggregator:
     def from_args(model: Any, args: argparse.Namespace) -> LossAggregator | None:
         """Make it from the ``--loss-aggregation*`` flags; None if no flag was given.
 
-        Every rank calls, without a flag too: one ``all_gather_object`` over the world then.
+        Every rank calls, without a flag too: one all-gather over the world then.
 
         Args:
             model: The DDP-wrapped chunks, or one chunk.
@@ -156,7 +155,8 @@ class LossAggregator:
         if aggregation is not None:
             return LossAggregator(model, aggregation, options=options)
         if dist.is_initialized():
-            agree("", "no --loss-aggregation")
+            with agreed() as ranks:
+                ranks.own = "no --loss-aggregation"
         return None
 
     @property
@@ -183,7 +183,7 @@ class LossAggregator:
         """Check that a further aggregation of the run is one it can train, the same on every rank.
 
         :meth:`begin` takes plans under the run's aggregation and those that this method has seen.
-        Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world, by
+        Raises :class:`ContractError` on every rank. One all-gather over the world, by
         every rank.
         """
         agree_further(self._run, aggregation)
@@ -213,7 +213,7 @@ class LossAggregator:
         and takes those of the first rank of its group.
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
-        :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
+        :attr:`dp_group`, and one all-gather over :attr:`tp_group` if it has several
         ranks; on every stage those of :meth:`begin_together`.
 
         Args:

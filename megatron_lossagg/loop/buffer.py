@@ -23,12 +23,13 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.guards.refilled import KeptObjects
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import gather_counts
+from megatron_lossagg.reduction.exchange import TP_RANK, together
 from megatron_lossagg.reduction.integers import IntsLike, is_integer
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import Checked, Sequences
+from megatron_lossagg.reduction.waiting import to_begin
 
 _DEFAULTS = Options()
 
@@ -97,8 +98,7 @@ class StepBuffer:
         self._data: list[Any] = []
         self._replayed: list[StepMicrobatch] = []
         self._reads = data_iterator is not None
-        self._fault = ""
-        self._cause: Exception | None = None
+        self._error: PlanError | None = None
         self._kept = KeptObjects(step_number)
         if data_iterator is not None:
             self._read(data_iterator)
@@ -119,37 +119,45 @@ class StepBuffer:
         ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
         :class:`Sequences`. ``group``: the data-parallel group. ``tp_group``: the
         tensor-parallel group, needed if some of its ranks have no iterator: all take the
-        numbers of its first rank, by one ``all_gather_object``. ``options``, ``forward_only``,
-        ``iteration``: as in :func:`plan_step`.
+        numbers of its first rank, by one all-gather, two if they are long. ``options``,
+        ``forward_only``, ``iteration``: as in :func:`plan_step`.
 
         An iterator that ended early or raised, and a ``count`` that raises, are reported as a
         wrong count is: :class:`PlanError` with the same message on every rank of ``group``,
-        and on ``tp_group``'s. On the rank itself its cause is the error that was raised.
+        and on ``tp_group``'s. On the rank itself the error that was raised is among its causes.
         """
-        counts, fault, cause = self._counted(count)
-        (counts, *_), fault = gather_counts(counts, fault, tp_group)
-        if counts is None and not fault:
-            fault = (
+        counts: list[Checked] = []
+
+        def given() -> Sequences:
+            counts.extend(self._of_first_rank(count, tp_group, to_begin(forward_only)))
+            return Sequences.of_microbatches(counts, self.num_microbatches)
+
+        plan = plan_step(
+            aggregation,
+            given,
+            group=group,
+            options=options,
+            forward_only=forward_only,
+            iteration=iteration,
+        )
+        self._replayed = self._numbered(counts)
+        return plan
+
+    def _of_first_rank(
+        self,
+        count: Callable[[Any], IntsLike | Sequences],
+        tp_group: ProcessGroup | None,
+        doing: str,
+    ) -> list[Checked]:
+        with together(tp_group, doing, named=TP_RANK, raises=PlanError) as ranks:
+            ranks.own = self._counted(count)
+        counts: list[Checked] | None = ranks.of_ranks[0]
+        if counts is None:
+            raise PlanError(
                 "this rank has no data iterator and got no counts: pass tp_group=, whose first "
                 "rank reads the data"
             )
-        if counts is None or fault:
-            counts = []
-        given = Sequences.of_microbatches(counts, self.num_microbatches)
-        try:
-            plan = plan_step(
-                aggregation,
-                given,
-                group=group,
-                options=options,
-                fault=fault,
-                forward_only=forward_only,
-                iteration=iteration,
-            )
-        except PlanError as error:
-            raise error from cause
-        self._replayed = self._numbered(counts)
-        return plan
+        return counts
 
     def _numbered(self, counts: Sequence[Checked]) -> list[StepMicrobatch]:
         """Number the sequences of the step in the order of its microbatches."""
@@ -181,26 +189,26 @@ class StepBuffer:
                 )
                 self._data.append(_copied(data, functools.partial(self._kept.note, index)))
             except StopIteration:
-                self._fault = (
+                self._error = PlanError(
                     f"the data iterator ended after {index} of {self.num_microbatches} "
                     "microbatches: pass whole steps, or lower num_microbatches"
                 )
                 return
             except Exception as error:  # of any type: the other ranks wait in plan()
-                self._fault = (
+                self._error = PlanError(
                     f"{doing} {error!r} after {index} of "
                     f"{self.num_microbatches} microbatches: its traceback is on that rank"
                 )
-                self._cause = error
+                self._error.__cause__ = error
                 return
         self._kept.end()
 
-    def _counted(
-        self, count: Callable[[Any], IntsLike | Sequences]
-    ) -> tuple[list[Checked] | None, str, Exception | None]:
-        """Count each microbatch, or return why that failed and the error that caused it."""
-        if self._fault or not self._reads:
-            return None, self._fault, self._cause
+    def _counted(self, count: Callable[[Any], IntsLike | Sequences]) -> list[Checked] | None:
+        """Count each microbatch; None on a rank that reads none. Raises :class:`PlanError`."""
+        if self._error is not None:
+            raise self._error
+        if not self._reads:
+            return None
         counts, active = [], []
         for index, data in enumerate(self._data):
             try:
@@ -209,13 +217,14 @@ class StepBuffer:
                     counted = Sequences(active_tokens=counted)
                 counts.append(counted.listed())
                 active.append(sum(map(float, counts[-1].trained_entries()["active_tokens"])))
-            except Exception as error:  # as above
-                fault = (
+            except Exception as error:
+                raise PlanError(
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
                     "count gives the active tokens of each sequence, on the CPU"
-                )
-                return None, fault, error
-        return counts, self._kept.fault(active), None
+                ) from error
+        if fault := self._kept.fault(active):
+            raise PlanError(fault)
+        return counts
 
 
 def _copied(microbatch: Any, note: Callable[[list[Any], list[Any]], None]) -> Any:

@@ -20,13 +20,13 @@ from megatron_lossagg.contract.held_gradients import HeldGradients
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, deferred_factor
 from megatron_lossagg.contract.side_losses import side_losses_of
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.agreement import said_if_waiting
 from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.modes import MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.plan import StepPlan
@@ -165,15 +165,14 @@ class Deferred:
                 side losses would be divided by another number than N. On this rank only if it is
                 called twice.
 
-        One ``all_gather_object`` over the world, and the collectives of Megatron's finalize. With
+        One all-gather over the world, and the collectives of Megatron's finalize. With
         ``Options.record`` one all-gather over data- and context-parallel ranks.
         """
         held = self._open
-        with said_if_waiting("the division of a deferred step"):
-            sent: list[_Sent | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(sent, self._sent(total))
-        found = _Found.of([one for one in sent if one is not None], total)
-        if fault := found.fault or self._fault_of(found):
+        with together(dist.group.WORLD, "divide the deferred step, by its finish()") as ranks:
+            ranks.own = self._sent(total)
+        found = _Found.of(ranks.of_ranks, total)
+        if fault := self._fault_of(found):
             raise ContractError(fault)
         held.finalize(deferred_factor(self._run.loss_scaling, found.total, found.active_tokens))
         self.is_finished = True
@@ -197,25 +196,23 @@ class Deferred:
         return ""
 
     def _sent(self, total: float | None) -> _Sent:
-        """Return what every rank is told of this one."""
-        sent = _Sent(fault=self.fault() or _fault_of(total, len(self._steps)), total=total)
-        plans = self._plans
-        if sent.fault or not plans:
+        """Return what every rank is told of this one; raises :class:`ContractError`."""
+        if fault := self.fault() or _fault_of(total, len(self._steps)):
+            raise ContractError(fault)
+        sent, plans = _Sent(total=total), self._plans
+        if not plans:
             return sent
-        try:
-            planned = [one.aggregation for plan in plans for one in plan.planned]
-            sent.modes = {one.mode for one in planned}
-            sent.divisors = {one.divisor or 1.0 for one in planned if MODES[one.mode].total == "L"}
-            sent.mode, of_calls = plans[0].aggregation.mode, [plan.counted_total for plan in plans]
-            sent.counted = of_calls[0] if sent.mode == "token_sum" else math.fsum(of_calls)
-            sent.active_tokens = sum(plan.totals.active_tokens or 0 for plan in plans)
-            groups = self._run.groups
-            if groups.cp_rank == 0 and dist.get_rank(groups.tp_group) == 0:
-                for kind in ID_KINDS:
-                    ids = [getattr(plan.counted_sequences, kind) for plan in plans]
-                    sent.ids[kind] = [np.unique(one_S) for one_S in ids if one_S is not None]
-        except Exception as error:  # of any type: no rank may leave the others waiting
-            sent.fault = f"{type(error).__name__}: {error}"
+        planned = [one.aggregation for plan in plans for one in plan.planned]
+        sent.modes = {one.mode for one in planned}
+        sent.divisors = {one.divisor or 1.0 for one in planned if MODES[one.mode].total == "L"}
+        sent.mode, of_calls = plans[0].aggregation.mode, [plan.counted_total for plan in plans]
+        sent.counted = of_calls[0] if sent.mode == "token_sum" else math.fsum(of_calls)
+        sent.active_tokens = sum(plan.totals.active_tokens or 0 for plan in plans)
+        groups = self._run.groups
+        if groups.cp_rank == 0 and dist.get_rank(groups.tp_group) == 0:
+            for kind in ID_KINDS:
+                ids = [getattr(plan.counted_sequences, kind) for plan in plans]
+                sent.ids[kind] = [np.unique(one_S) for one_S in ids if one_S is not None]
         return sent
 
     def _record(self, found: _Found) -> None:
@@ -242,7 +239,6 @@ class Deferred:
 class _Sent:
     """What a rank tells the others at the end."""
 
-    fault: str
     total: float | None
     """As passed."""
     mode: str = ""
@@ -263,21 +259,18 @@ class _Sent:
 class _Found:
     """What the ranks settle together."""
 
-    fault: str = ""
-    total: float = 1.0
-    active_tokens: int = 0
-    shared: tuple[str, ...] = ()
+    total: float
+    active_tokens: int
+    shared: tuple[str, ...]
     """The kinds of ids of which two calls have the same."""
 
     @staticmethod
     def of(sent: list[_Sent], total: float | None) -> _Found:
-        """Settle it, the same on every rank."""
+        """Settle it, or raise :class:`ContractError`, the same on every rank."""
         for rank, one in enumerate(sent):
-            if one.fault:
-                return _Found(fault=f"rank {rank}: {one.fault}")
             if one.total != sent[0].total:
-                return _Found(
-                    fault=f"got the total {sent[0].total}, on rank {rank} {one.total}, expected "
+                raise ContractError(
+                    f"got the total {sent[0].total}, on rank {rank} {one.total}, expected "
                     "one number: pass the same total to finish() on every rank"
                 )
         known = next(one for one in sent if one.mode)
@@ -286,15 +279,15 @@ class _Found:
             # A term is divided by the step's total, so that its own matters to no weight.
             matter = _kinds_of(mode, is_given=total is not None or mode != known.mode)
             if wrong := [kind for kind in shared if kind in matter]:
-                return _Found(
-                    fault=f"the same {wrong[0]} has sequences in two schedule calls of the "
+                raise ContractError(
+                    f"the same {wrong[0]} has sequences in two schedule calls of the "
                     f"deferred step, which reduces under {mode}, whose weights need all of them in "
                     f"one call: train a {wrong[0]} in one call, and pass ids of the whole step"
                 )
         divisors = sorted(set[float]().union(*(one.divisors for one in sent)))
         if total is not None and len(divisors) > 1:
-            return _Found(
-                fault=f"got the total {total:g} in place of C in a deferred step that reduces with "
+            raise ContractError(
+                f"got the total {total:g} in place of C in a deferred step that reduces with "
                 f"C = {' and '.join(f'{c:g}' for c in divisors)}: leave total= out, or multiply "
                 "what one of them returns"
             )

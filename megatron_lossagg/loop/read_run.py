@@ -13,8 +13,8 @@ from megatron_lossagg.contract.live import checked_loss_scaling
 from megatron_lossagg.contract.release import megatron_version
 from megatron_lossagg.contract.scaling import K_FORMULA
 from megatron_lossagg.contract.side_loss_scale import check_follow
-from megatron_lossagg.errors import ContractError, message_of
-from megatron_lossagg.guards.agreement import agree
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.agreement import agreed
 from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.frozen import Frozen
 from megatron_lossagg.guards.refilled import begin_run
@@ -31,10 +31,9 @@ def read_run(
 
     Returns the run, and what :func:`opened_record` returns. ``counts_parts``: as in
     :func:`check_options`. Raises :class:`ContractError`, also if ranks run different settings. One
-    ``all_gather_object`` over the world.
+    all-gather over the world.
     """
-    fault, settings = "", ""
-    try:
+    with agreed() as ranks:
         loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
         if options.side_losses == "follow":
             check_follow(chunks[0].config, aggregation)
@@ -42,12 +41,11 @@ def read_run(
         groups = LiveGroups.of(chunks)
         for one in (aggregation, *options.shadows.values()):
             check_parts(groups, one)
-        settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
-        settings += f"{options}, {_settings_of(aggregation)}"
         record_group, record_file = opened_record(options.record, groups)
-    except Exception as error:  # of any type: no rank may leave the others waiting
-        fault = message_of(error)
-    agree(fault, settings)
+        ranks.own = (
+            f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, {options}, "
+            f"{_settings_of(aggregation)}"
+        )
     begin_run()
     run = RunFacts(
         chunks=chunks,
@@ -63,14 +61,11 @@ def read_run(
 def agree_further(run: RunFacts, aggregation: Aggregation) -> None:
     """Check that a run can train a further aggregation, which is the same on every rank.
 
-    Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world.
+    Raises :class:`ContractError` on every rank. One all-gather over the world.
     """
-    fault = ""
-    try:
+    with agreed() as ranks:
         check_parts(run.groups, aggregation)
-    except ContractError as error:
-        fault = message_of(error)
-    agree(fault, _settings_of(aggregation))
+        ranks.own = _settings_of(aggregation)
     run.agreed.add(aggregation)
 
 

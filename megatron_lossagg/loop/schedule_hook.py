@@ -120,7 +120,7 @@ class ScheduleHook:
         call.
 
         Collectives, outside the schedule: those of ``LossAggregator`` in the first call; on the
-        last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
+        last pipeline stage those of ``plan_step``, and one all-gather over
         tensor-parallel ranks; one all-gather over several pipeline stages, and one over
         context-parallel ranks.
         """

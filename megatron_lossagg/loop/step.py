@@ -195,9 +195,10 @@ class Step:
         says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed sequences.
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
         other. ``positions``: the position ids of this rank's tokens, which are compared with the
-        layout's; None compares nothing. Raises :class:`ContractError` for a layout of a different
-        context-parallel rank, or of a split that is not the model's. One host sync each for
-        ``sequences``, ``cu_seqlens`` and ``lengths`` on CUDA.
+        layout's; for a loop that slices them by hand, whose order no other check sees. Raises
+        :class:`ContractError` for a layout of a different context-parallel rank, or of a split that
+        is not the model's. One host sync each for ``sequences``, ``cu_seqlens`` and ``lengths`` on
+        CUDA.
         """
         if torch.compiler.is_compiling():
             return _microbatch_untraced(

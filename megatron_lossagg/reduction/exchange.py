@@ -1,24 +1,43 @@
-"""What the ranks of a group send each other: a few integers, ragged columns, a message.
+"""What the ranks of a group send each other: a few integers, ragged columns, objects.
 
 Each call is one collective and, except :meth:`Exchange.tensors`, one host sync. The tensors
 are on the device that the group's backend needs: the CPU for gloo, the current CUDA device for
-NCCL.
+NCCL. :func:`together` is how ranks fail: all of them, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.errors import ContractError, LossAggregationError, PlanError, message_of
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.integers import Ints
+from megatron_lossagg.reduction.waiting import waiting
 
-_MESSAGE_BYTES = 2048
+_HEAD_BYTES = 2048
+"""Of the first all-gather of bytes, with their number."""
+DP_RANK = "rank {} of the data-parallel group"
+TP_RANK = "tensor-parallel rank {}"
+
+
+@dataclass
+class Told:
+    """What the ranks of a group tell each other in :func:`together`."""
+
+    own: Any = None
+    """What this rank tells; set it inside the block, to what can be pickled."""
+    of_ranks: list[Any] = field(default_factory=list)
+    """What each rank has told, after the block."""
+    error: Exception | None = None
+    """What ended the block on this rank, if anything."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,8 @@ class Exchange:
     """All-gathers over one process group; without a group, this process only."""
 
     group: dist.ProcessGroup | None
+    doing: str = "come to the same step"
+    """What all ranks are waited for to do."""
 
     @property
     def size(self) -> int:
@@ -41,7 +62,7 @@ class Exchange:
         """Name a rank of the group for a message, by default this process's."""
         if self.group is None and dist.is_initialized():
             return f"rank {dist.get_rank()}"
-        return f"rank {self.rank if rank is None else rank} of the data-parallel group"
+        return DP_RANK.format(self.rank if rank is None else rank)
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
@@ -50,7 +71,9 @@ class Exchange:
 
     def integers(self, own: Ints) -> Ints:
         """Gather an int64 ``[K]`` of every rank; returns ``[W, K]``. One all-gather."""
-        integers: Ints = self.tensors(torch.from_numpy(np.ascontiguousarray(own))).cpu().numpy()
+        with self._waiting():
+            gathered = self._gathered(torch.from_numpy(np.ascontiguousarray(own)))
+            integers: Ints = gathered.cpu().numpy()
         return integers
 
     def tensors(self, own: torch.Tensor) -> torch.Tensor:
@@ -58,6 +81,15 @@ class Exchange:
 
         One all-gather; no host sync if ``own`` is on that device.
         """
+        with self._waiting():
+            return self._gathered(own)
+
+    def _waiting(self) -> Any:
+        if self.group is None or self.size == 1:
+            return nullcontext()
+        return waiting(self.group, self.doing)
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return own[None]
         own = moved(own, self._device_for(own))
@@ -78,17 +110,55 @@ class Exchange:
         parts = [columns[:, :n] for columns, n in zip(gathered, counts_W, strict=True)]
         return list(np.concatenate(parts, axis=1))
 
-    def messages(self, own: str) -> list[str]:
-        """Gather a string of every rank, truncated to 2048 bytes. One all-gather.
+    def packed(self, own: bytes) -> list[bytes]:
+        """Gather bytes of every rank. One all-gather of 2 KiB; a second one if a rank has more."""
+        if self.size == 1:
+            return [own]
+        packed = np.zeros(max(_HEAD_BYTES, 8 + len(own) + -len(own) % 8), dtype=np.uint8)
+        packed[:8] = np.array([len(own)]).view(np.uint8)
+        packed[8 : 8 + len(own)] = np.frombuffer(own, dtype=np.uint8)
+        head, rest = np.split(packed.view(np.int64), [_HEAD_BYTES // 8])
+        gathered_WN = self.integers(head)
+        length_W = gathered_WN[:, 0]
+        more = max(0, -(-int(length_W.max()) // 8) + 1 - len(head))
+        if more:
+            rests_WN = self.integers(np.pad(rest, (0, more - len(rest))))
+            gathered_WN = np.concatenate([gathered_WN, rests_WN], axis=1)
+        return [
+            row_N[1:].tobytes()[:length]
+            for row_N, length in zip(gathered_WN, length_W.tolist(), strict=True)
+        ]
 
-        Never raises on one rank only: what UTF-8 cannot encode (half of a surrogate pair, as in
-        the name of a file that is not UTF-8) becomes a question mark.
-        """
-        packed = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
-        encoded = np.frombuffer(own.encode(errors="replace")[:_MESSAGE_BYTES], dtype=np.uint8)
-        packed[: len(encoded)] = encoded
-        gathered = self.integers(packed.view(np.int64))
-        return [text.tobytes().rstrip(b"\0").decode(errors="ignore") for text in gathered]
+    @contextmanager
+    def together(
+        self, named: str | None = None, raises: type[LossAggregationError] = PlanError
+    ) -> Iterator[Told]:
+        """See the function; ``named``: None as data-parallel ranks; in a group of one too."""
+        named = DP_RANK if named is None else named
+        told = Told()
+        try:
+            yield told
+        except Exception as error:  # of any type: no rank may leave the others waiting
+            told.error = error
+        pairs = self._exchanged(told)
+        told.of_ranks = [own for own, _ in pairs]
+        for rank, (_, fault) in enumerate(pairs):
+            if fault is not None:
+                _raise(f"{named.format(rank)}: " if named else "", fault, told.error, raises)
+
+    def _exchanged(self, told: Told) -> list[tuple[Any, str | None]]:
+        """Return what each rank tells, and its fault."""
+        if self.size == 1:
+            return [(told.own, _text_of(told.error))]
+        try:
+            packed = pickle.dumps((told.own, _text_of(told.error)))
+        except Exception as error:  # of any type, as above
+            told.error = error
+            packed = pickle.dumps((None, _text_of(error)))
+        try:
+            return [pickle.loads(one) for one in self.packed(packed)]
+        except Exception as error:  # as if the others wait elsewhere: this rank's own says more
+            raise error from told.error or error.__cause__
 
     def _device_for(self, own: torch.Tensor) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".
@@ -100,16 +170,39 @@ class Exchange:
         return torch.device("cuda", torch.cuda.current_device())
 
 
-def gather_counts(
-    own: Any, fault: str, tp_group: dist.ProcessGroup | None
-) -> tuple[list[Any], str]:
-    """Gather what each rank of a tensor-parallel group counted, and the first fault, with its rank.
+def together(
+    group: dist.ProcessGroup | None,
+    doing: str,
+    *,
+    named: str = "rank {}",
+    raises: type[LossAggregationError] = ContractError,
+) -> AbstractContextManager[Told]:
+    """Leave a block on all ranks of a group, or raise on all of them what one has raised.
 
-    One ``all_gather_object``; none without a group or in a group of one.
+    No rank may leave the others waiting: an error of any type in the block, and what cannot be
+    pickled, becomes the same ``raises`` on every rank, which names the first rank that has one, and
+    whose cause on this rank is its own. In a group of one, or without a group, nobody is named.
+    A rank that waits longer than half a minute for others at the end of the block names them.
+
+    ``doing``: what every rank is expected to do, an infinitive for that line. ``named``: how the
+    group's ranks are called. One all-gather of 2 KiB with its host sync, and a second one if a rank
+    tells more.
     """
-    if tp_group is None or dist.get_world_size(tp_group) == 1:
-        return [own], fault
-    gathered: list[Any] = [None] * dist.get_world_size(tp_group)
-    dist.all_gather_object(gathered, (own, fault), group=tp_group)
-    faults = [f"tensor-parallel rank {rank}: {f}" for rank, (_, f) in enumerate(gathered) if f]
-    return [counts for counts, _ in gathered], next(iter(faults), "")
+    exchange = Exchange(group, doing)
+    return exchange.together(named if exchange.size > 1 else "", raises)
+
+
+def _raise(
+    named: str, fault: str, own: Exception | None, raises: type[LossAggregationError]
+) -> NoReturn:
+    """Raise what a rank has told; ``own``: this rank's error, if it has one."""
+    if not isinstance(own, raises):
+        raise raises(f"{named}{fault}") from own
+    if not named:
+        raise own
+    raise raises(f"{named}{fault}") from own.__cause__ or own
+
+
+def _text_of(error: Exception | None) -> str | None:
+    """Return an error's message; what UTF-8 cannot encode, as in a file's name, is a "?"."""
+    return None if error is None else message_of(error).encode(errors="replace").decode()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from megatron_lossagg.reduction.table import (
     count_step,
     known_step,
 )
+from megatron_lossagg.reduction.waiting import to_begin
 from megatron_lossagg.reduction.weighted import StepWeights, check_agreement, check_divisor
 
 _DEFAULTS = Options()
@@ -140,7 +142,7 @@ class StepPlan(StepWeights):
 
 def plan_step(
     aggregation: Aggregation,
-    sequences: Sequences,
+    sequences: Sequences | Callable[[], Sequences],
     *,
     group: ProcessGroup | None = None,
     totals: StepTotals | None = None,
@@ -153,14 +155,15 @@ def plan_step(
 
     Without totals: one all-gather of 12 integers per rank. A second one, of one number and more
     per sequence, if ids or weights are passed or the mode (or a shadow) needs every sequence; with
-    a weights function one of three numbers. Each is one host sync. A third one only brings an
-    error's message to every rank. A sample with more active tokens than the divisor of
+    a weights function one of 2 KiB. Each is one host sync. Further ones only bring an error's
+    message to every rank. A sample with more active tokens than the divisor of
     ``constant``, and ids that look as if they were not global, give one warning per process, on all
     ranks alike unless totals are passed.
 
     Args:
         aggregation: Which loss is trained.
-        sequences: What this data-parallel rank trains in the step.
+        sequences: What this data-parallel rank trains in the step; or a function that makes them,
+            whose error every rank raises.
         group: The dense data-parallel group *without* context parallelism, as
             ``LossAggregator.dp_group``; every rank of it calls.
         totals: The step's counts if the caller knows them; then no collective is made, and ids are
@@ -191,21 +194,23 @@ def plan_step(
             f"this process is one of {dist.get_world_size()} and no group was passed: pass "
             "group=aggregator.dp_group, or totals= if the step's counts are known"
         )
-    exchange = Exchange(group)
-    checked = _NOTHING
-    if not fault:
-        try:
-            _check_arguments(aggregation, options)
-            checked = sequences.checked()
-        except Exception as error:  # whatever it is, no rank may leave the others waiting
-            fault = message_of(error)
-            options = options if isinstance(options, Options) else _DEFAULTS
+    exchange = Exchange(group, to_begin(forward_only))
+    checked, error = _NOTHING, None
+    try:
+        given = sequences() if callable(sequences) else sequences
+        if fault:
+            raise PlanError(fault)
+        _check_arguments(aggregation, options)
+        checked = given.checked()
+    except Exception as found:  # of any type: the others of the group hear of it as they count
+        error = found
+        options = options if isinstance(options, Options) else _DEFAULTS
     which = WhichStep.of(forward_only, iteration)
     settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
 
     def counted() -> Table:
         shadows = options.shadows.values()
-        told = (aggregation, checked, fault, exchange, settings, which)
+        told = (aggregation, checked, error, exchange, settings, which)
         return count_step(*told, shadows=shadows)
 
     if totals is None:
@@ -215,13 +220,13 @@ def plan_step(
             check_totals(totals, counted().totals)
         _steps_with_totals[exchange.ranks] += 1  # on all ranks: what raises below may be one's
         try:
-            if fault:
-                raise PlanError(fault)
+            if error is not None:
+                raise PlanError(message_of(error)) from error
             known_size = exchange.size if group is not None or _is_alone() else None
             table = known_step(checked, totals, known_size)
             plan = _weighted(aggregation, checked, table, exchange, options)
-        except PlanError as error:
-            raise PlanError(f"{exchange.name()}: {error}") from None
+        except PlanError as found:
+            raise PlanError(f"{exchange.name()}: {found}") from found.__cause__
     if plan.counts.is_empty:
         # If all are left out, another term may count them: no error.
         _empty_step(replace(options, empty_step="zero") if plan.totals.active_tokens else options)

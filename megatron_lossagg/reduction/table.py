@@ -321,7 +321,7 @@ def check_totals(given: StepTotals, counted: StepTotals) -> None:
 def count_step(
     aggregation: Aggregation,
     sequences: Checked,
-    fault: str = "",
+    fault: Exception | None = None,
     exchange: Exchange | None = None,
     settings: Iterable[str] = (),
     which: WhichStep = WhichStep(),  # noqa: B008  a constant
@@ -330,16 +330,16 @@ def count_step(
 ) -> Table:
     """Count over the group; every rank raises the same :class:`PlanError` or none does.
 
-    ``exchange``: None is this process only. ``settings``: what else must be the same on every rank,
-    in words. ``which``: the step, by its kind and number. ``shadows``: aggregations for which is
-    counted too.
+    ``fault``: why this rank has no sequences. ``exchange``: None is this process only.
+    ``settings``: what else must be the same on every rank, in words. ``which``: the step, by its
+    kind and number. ``shadows``: aggregations for which is counted too.
     """
     own, n_S = Table.of_rank(sequences), sequences.active_tokens
     settings = [f"{aggregation} ({aggregation!r})", *settings]
     entries = sequences.entries()
     strings = [kind in sequences.string_ids for kind in ids_of(type(sequences))]
     sent = {
-        "has_fault": bool(fault),
+        "has_fault": fault is not None,
         # The same on every rank: the aggregation, the options, and what is passed.
         "same": hashed(_BETWEEN.join([*settings, *sequences.said(strings=False), *entries])),
         # A bit per kind of id that is passed as strings; -1 if there are no sequences.
@@ -360,7 +360,8 @@ def count_step(
     same = [of_ranks["same"], strings_W[strings_W >= 0], *(one[one > 0] for one in known)]
     if of_ranks["has_fault"].any() or any((values != values[:1]).any() for values in same):
         assert exchange is not None
-        _raise_together([str(which), *settings, *sequences.said(strings=True)], fault, exchange)
+        said = [str(which), *settings, *sequences.said(strings=True)]
+        _raise_together(said, fault, exchange)
     size, num_W, padding_W = len(numbers_WK), of_ranks["sequences"], of_ranks["padding"]
     check_sum(f"Sequences.active_tokens of all {size} ranks", of_ranks["tokens"])
     padding = int(padding_W.sum()) if (padding_W >= 0).all() else None
@@ -421,14 +422,15 @@ def _means(active_W: Ints, m_W: Ints) -> float | None:
     return float((active_W / m_W).sum()) if m_W.all() else None
 
 
-def _raise_together(said: list[str], fault: str, exchange: Exchange) -> NoReturn:
-    """Bring the first faulty rank's message to all ranks and raise it on each."""
-    texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(said))
-    for rank, text in enumerate(texts):
-        if text.startswith("!"):
-            raise PlanError(f"{exchange.name(rank)}: {text[1:]}")
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
-    pairs = zip(texts[0].split(_BETWEEN), texts[other].split(_BETWEEN), strict=False)
+def _raise_together(said: list[str], fault: Exception | None, exchange: Exchange) -> NoReturn:
+    """Raise on all ranks what one has found, or in what they differ."""
+    with exchange.together() as ranks:
+        if fault is not None:
+            raise fault
+        ranks.own = said
+    first = ranks.of_ranks[0]
+    other = next((rank for rank, own in enumerate(ranks.of_ranks) if own != first), 0)
+    pairs = zip(first, ranks.of_ranks[other], strict=False)
     differing = [pair for pair in pairs if pair[0] != pair[1]]
     raise PlanError(
         f"ranks of the data-parallel group disagree: rank 0 has "

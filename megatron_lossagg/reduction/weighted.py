@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lossagg.errors import LossAggregationError, PlanError
+from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, IntsLike
@@ -262,23 +262,11 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     """Refuse own weights that are not the same on all ranks; raises :class:`PlanError` on all.
 
     A function may be another one on a node with an older file, and may fail on one rank only. One
-    all-gather of three numbers, and one for an error's message.
+    all-gather, and one for a long message of an error.
     """
-    fault: LossAggregationError | None = None
-    sums = [0.0, 0.0]
-    try:
-        sums = sums_of(plan.weight_A)
-    except LossAggregationError as error:
-        fault = error
-    own = np.array([fault is not None, *sums], dtype=np.float64).view(np.int64)
-    of_ranks = np.ascontiguousarray(exchange.integers(own)).view(np.float64)
-    if fault is not None and exchange.size == 1:
-        raise fault
-    if of_ranks[:, 0].any():
-        for rank, text in enumerate(exchange.messages("" if fault is None else str(fault))):
-            if text:
-                raise PlanError(f"{exchange.name(rank)}: {text}") from fault
-    sums_W2 = of_ranks[:, 1:]
+    with exchange.together(None if exchange.size > 1 else "") as ranks:
+        ranks.own = sums_of(plan.weight_A)
+    sums_W2 = np.array(ranks.of_ranks)
     is_other_W = ~np.isclose(sums_W2, sums_W2[0], rtol=SAME_SUMS, atol=0).all(axis=1)
     if is_other_W.any():
         raise PlanError(

@@ -31,3 +31,16 @@ def test_every_test_of_a_failure_is_listed():
     proven = {name for *_, proof in TABLE for _, name in NAMED.findall(proof)}
     names = functions(TESTS / "reduction" / "test_failures.py")
     assert {name for name in names if name.startswith("test_")} <= proven
+
+
+def test_the_map_of_the_tests_names_what_exists():
+    """Files and folders of tests/, and functions that some file there defines."""
+    page = (TESTS / "README.md").read_text()
+    source = "\n".join(path.read_text() for path in TESTS.rglob("*.py"))
+    words = re.findall(r"`([^`\n]+)`", page)
+    for path in (word for word in words if re.fullmatch(r"[\w/]+(\.py|/)", word)):
+        root = TESTS.parent if path.startswith(("tests/", "tools/", "megatron_")) else TESTS
+        assert (root / path).exists() or (root.parent / path).exists(), path
+    for name in (found[1] for found in map(re.compile(r"(\w+)\(.*\)").fullmatch, words) if found):
+        assert re.search(rf"^ *def {name}\(", source, re.MULTILINE), name
+    assert {f"{path.name}/" for path in TESTS.iterdir() if any(path.glob("*.py"))} <= {*words}

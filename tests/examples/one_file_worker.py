@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from check_runner import run_checks
+from ranks import run_worker
 from stock_step import gradients, run_of
 
 from megatron_lossagg import Aggregation
@@ -91,6 +90,5 @@ def check_every_mode_in_the_per_token_loss_scaling():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
-    run_checks(globals())
+    run_worker(globals())

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from check_runner import run_checks
+from ranks import run_worker
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,6 +156,4 @@ def check_the_factor_makes_finetunes_own_loop_train_the_token_mean():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    run_checks({name: globals()[name] for name in sys.argv[2:]})
-    dist.destroy_process_group()
+    run_worker({name: globals()[name] for name in sys.argv[2:]})

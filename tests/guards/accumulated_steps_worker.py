@@ -8,8 +8,9 @@ import pytest
 from audit_cases import LAYOUTS, own
 from check_runner import run_checks
 from legal_worker import made, same
+from ranks import begin
 from torch.cuda import OutOfMemoryError
-from training_steps import begin, returning, right
+from training_steps import returning, right
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction import faults

@@ -2,8 +2,8 @@
 
 import tiny_gpt
 import torch
-import torch.distributed as dist
 from check_runner import run_checks
+from ranks import of_ranks
 
 from megatron_lossagg import Aggregation, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
@@ -48,9 +48,7 @@ def step_of(aggregator, mask, active=ACTIVE, *, mode=MODE, lengths=LENGTHS, **op
                 loss.backward()
     except (ReducerError, ContractError) as error:
         raised = str(error)
-    raised_by_rank = [None] * 2
-    dist.all_gather_object(raised_by_rank, raised)
-    return raised_by_rank
+    return of_ranks(raised)
 
 
 def a_plan(aggregator, active=ACTIVE):

@@ -17,8 +17,9 @@ from check_runner import run_checks
 from fault_row import LAYOUTS
 from legal_worker import same
 from megatron.core import parallel_state
+from ranks import begin, of_ranks
 from torch.cuda import OutOfMemoryError
-from training_steps import SEQUENCES, Training, _reset_groups, begin, returning, right
+from training_steps import SEQUENCES, Training, _reset_groups, returning, right
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import ContractError
@@ -379,9 +380,7 @@ def recorded(calls, folder):
 def check_the_record_is_that_of_one_step(make):
     calls = make()
     with tempfile.TemporaryDirectory() as own:
-        folders = [None] * dist.get_world_size()
-        dist.all_gather_object(folders, own)
-        lines = recorded(calls, Path(folders[0]))
+        lines = recorded(calls, Path(of_ranks(own)[0]))
         dist.barrier()
     if not calls.training.aggregator.groups.is_first:
         return

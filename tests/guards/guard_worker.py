@@ -11,7 +11,8 @@ import pytest
 import running_fault_programs
 import torch.distributed as dist
 from fault_table import LAYOUTS, ROWS
-from training_steps import Training, begin, each_told
+from ranks import begin
+from training_steps import Training, each_told
 
 from megatron_lossagg import LossAggregationError
 from megatron_lossagg.verify.world import split_world

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from audit_cases import LAYOUTS
 from check_runner import run_checks
 from megatron.core import parallel_state
+from ranks import begin
 from torch._dynamo.testing import CompileCounterWithBackend
-from training_steps import ACTIVE, SEQUENCES, Training, begin, microbatch, right
+from training_steps import ACTIVE, SEQUENCES, Training, microbatch, right
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.reduction.options import Options

@@ -18,14 +18,8 @@ from fault_table import LAYOUTS
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from packaging.version import Version
-from training_steps import (
-    Training,
-    begin,
-    microbatch,
-    plan_of,
-    returning,
-    right,
-)
+from ranks import begin
+from training_steps import Training, microbatch, plan_of, returning, right
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.release import megatron_version

@@ -7,7 +7,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from context_parallel_steps import (
     ACTIVE,
     LENGTHS,
@@ -18,6 +17,7 @@ from context_parallel_steps import (
     start,
     step_of,
 )
+from ranks import of_ranks
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
@@ -36,9 +36,7 @@ def whole_step(aggregator, *, mask=WHOLE, prompt=None, sequence_weight=None):
         step.finish()
     except (ReducerError, ContractError) as error:
         raised = str(error)
-    raised_by_rank = [None] * 2
-    dist.all_gather_object(raised_by_rank, raised)
-    return raised_by_rank
+    return of_ranks(raised)
 
 
 def check_ranks_that_weigh_the_same_sequences_differently_are_named(aggregator):

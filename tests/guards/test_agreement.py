@@ -2,4 +2,4 @@
 
 from conftest import each_check
 
-output, test_the_agreement = each_check("guards/agreement_worker.py", processes=2)
+output, test_the_agreement = each_check("guards/agreement_worker.py", processes=3)

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.guards.coefficients import Call, TrainedTerm, fault_of, warn_of
-from megatron_lossagg.guards.gradient_audit import GradientAudit
+from megatron_lossagg.guards.gradient_audit import (
+    Call,
+    GradientAudit,
+    TrainedTerm,
+    fault_of,
+    warn_of,
+)
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.step_state import Term
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_lossagg.guards import loss_graph
 from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
 
 pytestmark = pytest.mark.skipif(
@@ -48,3 +49,15 @@ def test_a_graph_whose_buffers_are_freed_has_no_divisors():
     losses.sum().backward()
     assert divisors_of(losses) == []
     assert [kind for kind, _ in nodes_of(losses.grad_fn, 8, by_numbers=True)] == ["Div"]
+
+
+def test_a_torch_that_does_not_say_what_is_packed_is_not_followed():
+    made = (torch.rand(2, 4, requires_grad=True) / N).grad_fn
+
+    class Node:
+        """A node as torch makes it, without the private names."""
+
+        _saved_other = property(lambda self: made._saved_other)
+
+    assert loss_graph._saved(made, "other").item() == N
+    assert loss_graph._saved(Node(), "other") is loss_graph._UNREAD

@@ -8,6 +8,7 @@ import stock_step  # installs the stand-ins
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from ranks import of_ranks
 
 from megatron_lossagg import LossAggregator, Sequences, plan_step
 from megatron_lossagg.reduction.options import Options
@@ -162,11 +163,6 @@ def returning(term, **declared):
 right = returning(lambda mb, x: mb.reduce(x))
 
 
-def begin():
-    """Initialize torch.distributed, from the environment."""
-    dist.init_process_group("gloo")
-
-
 def each_told(name, run):
     """Call ``run`` on every rank; the first prints whether it passed on all."""
     fault = ""
@@ -174,8 +170,7 @@ def each_told(name, run):
         run()
     except BaseException as error:  # pytest's own are not Exceptions
         fault = f"{type(error).__name__}: {error}"
-    faults = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
+    faults = of_ranks(fault)
     if dist.get_rank() == 0:
         failed = " ".join(f"[rank {rank}] {one}" for rank, one in enumerate(faults) if one)
         print(f"FAILED {name}: {failed}" if failed else f"PASSED {name}", flush=True)

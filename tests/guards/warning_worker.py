@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from fault_table import IN_A_STEP, LAYOUTS
 from guard_worker import PROGRAMS
-from training_steps import Training, begin, each_told
+from ranks import begin
+from training_steps import Training, each_told
 
 from megatron_lossagg import LossAggregationError, LossAggregator, Options
 from megatron_lossagg.reduction import faults

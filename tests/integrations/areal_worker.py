@@ -37,6 +37,7 @@ from areal.engine import megatron_engine
 from areal.infra.controller.train_controller import _dispatch_tensors
 from areal.utils import logging, stats_tracker
 from megatron.core import parallel_state
+from ranks import of_ranks
 from torch.distributed.nn import functional
 
 import megatron_lossagg.cpu as cpu
@@ -157,9 +158,7 @@ def error_of_steps(chunk, case, batching):
         return right(engine, data, *arguments)
 
     def after_step(engine):
-        members = [None] * DP
-        group = parallel_state.get_data_parallel_group()
-        dist.all_gather_object(members, trained[-1], group=group)
+        members = of_ranks(trained[-1], parallel_state.get_data_parallel_group())
         wanted = {"pg": framework_step.CASES[case]}
         members = list(chain(*members))
         _, grads = framework_step.expected(raw, wanted, by="number", members=members)

@@ -1,8 +1,7 @@
 """Calls and operations of a microbatch, as ``benchmarks/microbatch.py`` counts them."""
 
 import torch
-import torch.distributed as dist
-from check_runner import run_checks
+from ranks import run_worker
 
 from benchmarks.microbatch import SEQUENCES, counts, drawn
 from benchmarks.rank_step import a_chunk
@@ -33,5 +32,4 @@ def check_a_microbatch_takes_few_calls_and_operations_for_any_number_of_sequence
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    run_checks(globals())
+    run_worker(globals())

@@ -34,6 +34,7 @@ from probe_chunks import (
     megatrons_groups,
 )
 from probe_faults import FAULTS, OWN_MESSAGES
+from ranks import begin, of_ranks
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
@@ -157,8 +158,7 @@ def refusal(chunks):
             raise
     else:
         message = None
-    message_by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(message_by_rank, message)
+    message_by_rank = of_ranks(message)
     assert len(set(message_by_rank)) == 1, message_by_rank
     return message
 
@@ -262,7 +262,7 @@ def check_what_a_stage_receives_does_not_enter_the_loss(name, layout):
 
 
 def run(layouts):
-    dist.init_process_group("gloo")
+    begin()
     for name, layout in layouts.items():
         with split_world(layout):
             run_checks(globals(), name, layout)
@@ -273,7 +273,7 @@ def run(layouts):
 
 def run_alone(where):
     """Let rank 1 fail in finalize or in the schedule, before a message that the other expects."""
-    dist.init_process_group("gloo")
+    begin()
     together.PATIENCE = timedelta(seconds=2)
 
     def fails_on_rank_1(function):

@@ -9,9 +9,9 @@ import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from check_runner import run_checks
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from ranks import messages_by_rank, of_ranks, run_worker
 from token_model import wrapped
 
 from megatron_lossagg import (
@@ -42,14 +42,11 @@ def an_aggregator(**sizes):
 
 def message_by_rank(aggregator, counts, **options):
     """Begin a step, and return the error that each rank raises; None if it raises none."""
-    try:
+
+    def begins():
         aggregator.step(**counts, num_microbatches=1, **options).end()
-        message = None
-    except LossAggregationError as error:
-        message = str(error)
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, message)
-    return gathered
+
+    return messages_by_rank(begins, of=LossAggregationError)
 
 
 def check_tensor_parallel_ranks_with_different_counts_get_one_error():
@@ -147,19 +144,9 @@ def message_of_schedule_by_rank(wrap, chunks, data_iterator):
     def schedule(**call):
         raise AssertionError("the schedule ran")
 
-    message = None
-    try:
-        wrap(schedule)(
-            forward_step_func=None,
-            data_iterator=data_iterator,
-            model=chunks,
-            num_microbatches=2,
-        )
-    except (LossAggregationError, AssertionError) as error:
-        message = str(error)
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, message)
-    return gathered
+    call = {"data_iterator": data_iterator, "model": chunks, "num_microbatches": 2}
+    kinds = (LossAggregationError, AssertionError)
+    return messages_by_rank(wrap(schedule), forward_step_func=None, of=kinds, **call)
 
 
 BATCH = {"loss_mask": torch.ones(1, 4)}
@@ -270,9 +257,7 @@ def check_one_rank_says_what_the_first_training_step_counted():
             for forward_only in (True, False, False):
                 with contextlib.redirect_stderr(io.StringIO()) as printed:
                     message_by_rank(aggregator, counts, forward_only=forward_only)
-                gathered = [None] * dist.get_world_size()
-                dist.all_gather_object(gathered, printed.getvalue())
-                lines += ["".join(gathered)]
+                lines += ["".join(of_ranks(printed.getvalue()))]
             size = aggregator.groups.dp_size
             assert lines == [
                 "",
@@ -330,11 +315,6 @@ def check_an_error_of_another_package_reaches_the_first_stage_with_its_type():
             aggregator.begin_together(plan, num_microbatches=2)
 
 
-def main():
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo")
-    run_checks(globals())
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_default_dtype(torch.float64)
+    run_worker(globals())

@@ -5,7 +5,6 @@ the errors of gradient, loss and weight sums as one JSON line, and of an evaluat
 The calls have different M; the second one has no active token.
 """
 
-import json
 import sys
 import warnings
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import stock_step  # noqa: F401  installs the stand-ins
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from ranks import of_ranks, print_row
 
 from megatron_lossagg.contract.side_losses import side_losses_of
 from megatron_lossagg.verify.cases import expected
@@ -149,16 +149,14 @@ def counted_total(run, case):
 
 def prints(run, case, wanted, per_token, total=None):
     found = errors(run, case, wanted, total)
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
-    if dist.get_rank() == 0:
-        key = [
-            str(run.parallelism),
-            LOSS_SCALINGS[per_token],
-            f"{case}{f' / {total}' * bool(total)}",
-        ]
-        most = {name: max(one.get(name, 0) for one in ranks) for name in ranks[-1]}
-        print(json.dumps([key, most, run.parallelism.tolerance]), flush=True)
+    ranks = of_ranks(found)
+    key = [
+        str(run.parallelism),
+        LOSS_SCALINGS[per_token],
+        f"{case}{f' / {total}' * bool(total)}",
+    ]
+    most = {name: max(one.get(name, 0) for one in ranks) for name in ranks[-1]}
+    print_row([key, most, run.parallelism.tolerance])
 
 
 def main(job):

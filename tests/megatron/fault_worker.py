@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import print_row
 from stock_step import gradients, run_of, stock_model, stock_step
 
 import megatron_lossagg.cpu as cpu
@@ -254,8 +255,7 @@ def stock():
     for fault, layout in STOCK.items():
         with split_world(layout):
             found = fault(layout)
-        if dist.get_rank() == 0:
-            print(json.dumps({fault.__name__: found}), flush=True)
+        print_row({fault.__name__: found})
     dist.destroy_process_group()
 
 

@@ -4,12 +4,12 @@
 every rank found, as one JSON line. W is computed by loops over sequences.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from matrix_worker import distance, stock_gradients
+from ranks import of_ranks, print_row
 from stock_step import gradients, run_of, stock_model
 
 from megatron_lossagg import Aggregation, LossAggregator, Options
@@ -85,11 +85,8 @@ def main(job):
         with split_world(layout):
             for loss_scaling in LOSS_SCALINGS:
                 found = compare(layout, per_token=loss_scaling == "per_token")
-                ranks = [None] * dist.get_world_size()
-                dist.all_gather_object(ranks, found)
-                if dist.get_rank() == 0:
-                    key = {"layout": str(layout), "loss_scaling": loss_scaling}
-                    print(json.dumps({**key, "ranks": ranks}), flush=True)
+                key = {"layout": str(layout), "loss_scaling": loss_scaling}
+                print_row({**key, "ranks": of_ranks(found)})
     dist.destroy_process_group()
 
 

@@ -7,13 +7,13 @@ slice it. Rank 0 prints one JSON line per comparison, with what every rank found
 """
 
 import inspect
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import of_ranks, print_row
 from stock_step import gradients, run_of, stock_model, stock_step
 
 from megatron_lossagg import Aggregation, Layout
@@ -119,10 +119,7 @@ def slices(layout):
 
 def print_comparison(found, **key):
     """Print what every rank found, on rank 0."""
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
-    if dist.get_rank() == 0:
-        print(json.dumps({**key, "ranks": ranks}), flush=True)
+    print_row({**key, "ranks": of_ranks(found)})
 
 
 def main(what, job):

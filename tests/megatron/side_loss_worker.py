@@ -1,10 +1,10 @@
 """The gradient norm of each side loss without the main one, by loss scaling, at a CP size; JSON."""
 
-import json
 import sys
 
 import torch
 import torch.distributed as dist
+from ranks import print_row
 from stock_step import gradients
 
 from megatron_lossagg import LossAggregator
@@ -67,9 +67,7 @@ def main(cp_size):
                 note = LossAggregator(chunks, "token_mean", options=Options(probe=False)).note
                 run_schedule(side_loss, chunks, own_batches)
                 norm = torch.cat(gradients(chunks)).norm().item()
-                found = {"loss": name, "per_token": per_token, "norm": norm, "note": note}
-                if dist.get_rank() == 0:
-                    print(json.dumps(found), flush=True)
+                print_row({"loss": name, "per_token": per_token, "norm": norm, "note": note})
 
 
 if __name__ == "__main__":

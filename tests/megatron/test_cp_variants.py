@@ -4,11 +4,10 @@ Their own slicing functions run here: Megatron-Core's for unpacked sequences on 
 Transformer Engine's for packed sequences where it and CUDA are available.
 """
 
-import json
-
 import pytest
 import torch
 from conftest import early, launched, new_folder
+from ranks import rows_of
 
 from megatron_lossagg import Layout
 from megatron_lossagg.verify.job import Job, write_job
@@ -25,7 +24,7 @@ def slices():
     job = Job(layouts=list(SLICED.values()), cases=())
     write_job(job, file := new_folder() / "job")
     out = launched("megatron/matrix_worker.py", "slices", file, processes=job.world_size)
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return rows_of(out)
 
 
 @pytest.mark.parametrize("name", SLICED)

@@ -3,10 +3,9 @@
 An evaluation of the calls as steps reports the mode's loss over all of them.
 """
 
-import json
-
 import pytest
 from conftest import early, launched, new_folder
+from ranks import rows_of
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.reduction.modes import MODES
@@ -55,8 +54,7 @@ OF_ONE = [*OF_ALL, *MORE, TERMS, LEFT_OUT]
 def run(layouts, cases):
     write_job(Job(layouts=layouts, cases=cases), file := new_folder() / "job")
     out = launched("megatron/deferred_worker.py", file, processes=layouts[0].world_size)
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
-    return {tuple(key): (errors, tolerance) for key, errors, tolerance in found}
+    return {tuple(key): (errors, tolerance) for key, errors, tolerance in rows_of(out)}
 
 
 @early

@@ -7,10 +7,12 @@ been fixed, and the refusal or workaround can go.
 
 import json
 import time
+from collections import ChainMap
 from pathlib import Path
 
 import pytest
 from conftest import RELEASE, early, fork_server, launched, new_folder, worker_path
+from ranks import rows_of
 
 from megatron_lossagg.cpu import launch
 
@@ -73,10 +75,7 @@ def test_a_nan_loss_is_named_by_rank_microbatch_sequence_and_token_and_ends_the_
 
 @early
 def stock():
-    outcome = {}
-    for line in launched("megatron/fault_worker.py", "stock", processes=2).splitlines():
-        outcome |= json.loads(line)
-    return outcome
+    return dict(ChainMap(*rows_of(launched("megatron/fault_worker.py", "stock", processes=2))))
 
 
 @pytest.mark.skipif(RELEASE != (0, 16), reason="seen in megatron-core 0.16")

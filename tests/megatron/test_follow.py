@@ -4,10 +4,9 @@
 loops over sequences give; with a loss scale, and with scale functions of the user's own.
 """
 
-import json
-
 import pytest
 from conftest import RELEASE, early, launched, new_folder
+from ranks import rows_of
 
 from megatron_lossagg.verify.job import LOSS_SCALINGS, Job, write_job
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -30,7 +29,7 @@ def followed():
     job = Job(layouts=list(FOLLOWED.values()), cases=())
     write_job(job, file := new_folder() / "job")
     out = launched("megatron/follow_worker.py", file, processes=job.world_size)
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    found = rows_of(out)
     return {(one["layout"], one["loss_scaling"]): one["ranks"] for one in found}
 
 

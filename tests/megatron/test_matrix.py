@@ -5,11 +5,11 @@ the same bits in every gradient buffer (``matrix_worker.py``, one launch). Combi
 gradient is the reference's (``megatron_lossagg.verify``, one launch per world size).
 """
 
-import json
 from importlib.util import find_spec
 
 import pytest
 from conftest import RELEASE, early, launched, new_folder, proven
+from ranks import rows_of
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
@@ -67,7 +67,7 @@ def side():
     job = Job(layouts=list(SIDE.values()), cases=())
     write_job(job, file := new_folder() / "job")
     out = launched("megatron/matrix_worker.py", "side", file, processes=job.world_size)
-    comparisons = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    comparisons = rows_of(out)
     return {(c["layout"], c["loss_scaling"], c["rejected"]): c["ranks"] for c in comparisons}
 
 

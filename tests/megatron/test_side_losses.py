@@ -1,14 +1,13 @@
 """The line at the start says of which side losses the gradient depends on CP, and of no other."""
 
-import json
-
 import pytest
 from conftest import early, launched
+from ranks import rows_of
 
 
 def norms(cp_size):
     out = launched("megatron/side_loss_worker.py", cp_size, processes=cp_size)
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    found = rows_of(out)
     return {(one["loss"], one["per_token"]): one for one in found}
 
 

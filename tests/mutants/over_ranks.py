@@ -36,7 +36,7 @@ LAYOUTS = (
 )
 
 
-RANKS = {"loop/step_counts_worker": 4}
+RANKS = {"loop/step_counts_worker": 4, "guards/agreement_worker": 3}
 """Of a worker that takes more than two."""
 
 

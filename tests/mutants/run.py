@@ -66,6 +66,7 @@ OWNERSHIP = [
     *checks_of("guards/ownership_worker", "guards/ownership_whole_masks_worker"),
 ]
 COUNTS = checks_of("loop/step_counts_worker")
+TOGETHER = checks_of("guards/agreement_worker")
 HOOK = checks_of("loop/schedule_worker", "loop/schedule_refusals_worker")
 COMPARISON = checks_of("loop/schedule_comparison_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
@@ -83,7 +84,7 @@ PURE_TESTS = {
     "reduction/aliases": of("reduction", "aggregation"),
     "reduction/aggregation": [*of("reduction", "aggregation", "plan"), "loop/test_flags"],
     "reduction/layout": of("reduction", "layout", "reducer", "device_path"),
-    "reduction/exchange": [*of("reduction", "exchange"), *PLAN],
+    "reduction/exchange": [*of("reduction", "exchange"), *PLAN, *TOGETHER],
     "reduction/sequences": [
         *of("reduction", *PLANS, "counts", "integers", "sequence_columns", "left_out"),
         *("loop/test_buffer", *PLAN),
@@ -132,9 +133,8 @@ LAUNCHED_TESTS = {
     "contract/live": AGGREGATOR,
     "contract/finalize": [*FINALIZED, *faults_of("before"), *LEGAL_STEPS],
     "contract/side_losses": AGGREGATOR,
-    "guards/agreement": [*AGGREGATOR, *checks_of("guards/agreement_worker")],
+    "guards/agreement": [*AGGREGATOR, *TOGETHER],
     "guards/before": [*faults_of("before"), *STEP],
-    "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
     "guards/finalized": [*FINALIZED, *LEGAL_INPUTS],
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
@@ -148,18 +148,17 @@ LAUNCHED_TESTS = {
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
     "guards/terms": [*faults_of("Terms"), *LEGAL_INPUTS],
-    "guards/trained_tokens": OWNERSHIP,
     "loop/step": [
         *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
         *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
     ],
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
     "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
-    "loop/counts_of_rank": COUNTS,
     "loop/framework": HOOK,
     "loop/read_run": AGGREGATOR,
     "loop/schedule_hook": [*HOOK, *COMPARISON, *HOOKED_GRADIENTS],
-    "loop/stages": COUNTS,
+    "loop/begin": COUNTS,
+    "reduction/waiting": TOGETHER,
     "record/writer": RECORD,
 }
 """Tests that launch ranks, of Megatron but for one."""

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from planning import TOKEN_MEAN, of, planned, raised_everywhere, refused_everywhere, run_worker
+from planning import TOKEN_MEAN, of, planned, raised_everywhere, refused_everywhere
+from ranks import run_worker
 
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
@@ -274,6 +275,18 @@ def check_a_fault_that_utf_8_cannot_encode_reaches_all():
     message = r"rank 1 of the data-parallel group: cannot read \?$"
     own = of(active_tokens=[3])
     raised_everywhere(message, plan_step, *own, group=dist.group.WORLD, fault=fault)
+
+
+def check_an_error_of_what_makes_the_sequences_reaches_all():
+    def made():
+        if dist.get_rank() == 1:
+            raise KeyError("loss_mask")
+        return Sequences(active_tokens=[3])
+
+    message = r"^rank 1 of the data-parallel group: KeyError\('loss_mask'\)$"
+    raised_everywhere(message, plan_step, TOKEN_MEAN, made, group=dist.group.WORLD)
+    plan = plan_step(TOKEN_MEAN, lambda: Sequences(active_tokens=[3]), group=dist.group.WORLD)
+    assert plan.totals.active_tokens == 3 * dist.get_world_size()
 
 
 def check_a_warning_of_one_ranks_sample_is_raised_on_all_where_warnings_are_errors():

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from aggregations import AGGREGATIONS, ANY_LAYOUT
-from planning import TOKEN_MEAN, planned, run_worker
+from planning import TOKEN_MEAN, planned
+from ranks import run_worker
 from step_data import assign, make_sequences
 
 from benchmarks.counting import counted

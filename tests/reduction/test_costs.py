@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.counting import counted
 from benchmarks.workloads import AGGREGATION, CP_SIZES, TOKEN_MEAN, Workload
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.guards.trained_tokens import TrainedTokens
+from megatron_lossagg.guards.ownership import TrainedTokens
 from megatron_lossagg.reduction.step_state import StepLog
 
 SEQUENCES = (1, 64, 4096)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.errors import ContractError, PlanError
+from megatron_lossagg.reduction.exchange import Exchange, together
 
 
 @pytest.fixture(params=["no group", "a group of one"])
@@ -24,14 +25,24 @@ def test_alone_a_process_gets_back_what_it_sends(exchange):
     assert exchange.integers(own).tolist() == [own.tolist()]
     gathered = exchange.ragged(columns, np.array([2]))
     assert [column.tolist() for column in gathered] == [[1, 2], [3, 4]]
-    assert exchange.messages("a fault") == ["a fault"]
+    assert exchange.packed(b"a fault") == [b"a fault"]
 
 
-def test_a_message_is_truncated_to_2048_bytes_between_characters(exchange):
-    (message,) = exchange.messages("é" * 2000)
-    assert message == "é" * 1024
-    (message,) = exchange.messages("a" + "é" * 2000)
-    assert message == "a" + "é" * 1023  # half a character is left out
+def test_alone_a_process_raises_its_own_error_and_names_nobody(exchange):
+    with together(exchange.group, "do it") as told:
+        told.own = own = lambda: "what cannot be pickled"
+    assert told.of_ranks == [own]
+    with (
+        pytest.raises(ContractError, match=r"^got 1$"),
+        together(exchange.group, "do it", named="stage {}"),
+    ):
+        raise ContractError("got 1")
+    with (
+        pytest.raises(PlanError, match=r"^KeyError\('a'\)$") as caught,
+        together(exchange.group, "do it", raises=PlanError),
+    ):
+        raise KeyError("a")
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_rank_is_named_by_its_group():

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.exchange import together
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank that failed waits for the others to leave their collectives."""
@@ -35,7 +34,7 @@ def part(name: str, *, is_fatal: bool = False) -> Iterator[None]:
 
     All raise ``NotMeasuredError`` after an error of Megatron's parts, and :class:`ContractError`
     after one of those, or after any error if ``is_fatal``. One all-gather over the world, a second
-    one after an error. A rank that fails waits until every rank has left the block. If one may
+    one after a long error. A rank that fails waits until every rank has left the block. If one may
     still be in a collective of it after ``PATIENCE``, the failed rank raises
     :class:`ContractError`, and the launcher ends the others.
     """
@@ -51,13 +50,14 @@ def part(name: str, *, is_fatal: bool = False) -> Iterator[None]:
         if is_fatal:
             severity, fault = 2, f"the startup probe failed in the {name}, {fault}: {_REMEDY}"
     _wait_for_others(name, fault)
-    world = Exchange(dist.group.WORLD)
-    severities = world.integers(np.array([severity]))
-    if not severities.any():
+    with together(dist.group.WORLD, f"leave the startup probe's {name}") as ranks:
+        ranks.own = severity, fault
+    severity = max(severity for severity, _ in ranks.of_ranks)
+    if not severity:
         return
-    rank = int(severities.argmax())
-    fault = f"rank {rank}: {world.messages(fault)[rank]}"
-    if severities.max() == 2:
+    rank, fault = next((r, said) for r, (one, said) in enumerate(ranks.of_ranks) if one == severity)
+    fault = f"rank {rank}: {fault}"
+    if severity == 2:
         raise ContractError(fault)
     raise NotMeasuredError(f"{name}: {fault}")
 

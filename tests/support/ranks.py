@@ -1,0 +1,58 @@
+"""What the ranks of a launched worker share: their group, what each found, and rows for the test.
+
+A worker answers in one of two ways. Checks: ``run_worker`` or ``check_runner``, of which each is a
+test. Rows: ``print_row``, which the test reads by ``rows_of``.
+"""
+
+import gc
+import json
+
+import torch.distributed as dist
+from check_runner import run_checks
+
+
+def begin(**options):
+    """Join the gloo group of a launch's ranks, from the environment."""
+    dist.init_process_group("gloo", **options)
+
+
+def run_worker(namespace, *arguments, **options):
+    """Run a worker's checks over all ranks."""
+    begin(**options)
+    run_checks(namespace, *arguments)
+    gc.collect()  # caught errors hold frames, and these the group, whose threads end with it
+    dist.destroy_process_group()
+
+
+def of_ranks(own, group=None):
+    """Gather an object of every rank."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def raised_by_rank(call, *arguments, of=Exception, **options):
+    """Call, and return the type and message of each rank's error; None where there is none."""
+    raised = None
+    try:
+        call(*arguments, **options)
+    except of as error:
+        raised = type(error).__name__, str(error)
+    return of_ranks(raised)
+
+
+def messages_by_rank(call, *arguments, **options):
+    """Call, and return the message of each rank's error; None where it raises none."""
+    raised = raised_by_rank(call, *arguments, **options)
+    return [one and one[1] for one in raised]
+
+
+def print_row(row):
+    """Print a row on the first rank, for ``rows_of``."""
+    if dist.get_rank() == 0:
+        print("ROW", json.dumps(row), flush=True)
+
+
+def rows_of(printed):
+    """Read the rows that a worker has printed, in a test."""
+    return [json.loads(line[4:]) for line in printed.splitlines() if line.startswith("ROW ")]
