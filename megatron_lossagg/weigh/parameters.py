@@ -72,7 +72,8 @@ class Candidate:
     def begin(self, until: ExitStack) -> None:
         """Hear what backward passes add. No host sync."""
         with torch.enable_grad():  # the node outlives this, as long as something refers to it
-            self.node = self.parameter.expand_as(self.parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            # Of a parameter that is not gathered nothing else than a view can be made.
+            self.node = self.parameter.view_as(self.parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         until.callback(self.node.register_prehook(self._adds).remove)
         if self.engine is not None:
             until.callback(self.engine.when_zeroed(self._are_zeroed))

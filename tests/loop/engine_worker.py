@@ -12,9 +12,8 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from engines import FSDP, fsdp, wrapped
 from live_steps import refused
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -27,16 +26,6 @@ from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.small_gpt import whole_gradient
 
 T = 16
-RIGHT = {
-    "no_shard": {"overlap_grad_reduce": True},
-    "optim": {},
-    "optim_grads": {},
-    "optim_grads_params": {},
-    "optim_grads, in the collective": {"average_in_collective": True},
-}
-"""Each strategy as this release reduces it."""
-if megatron_release() > (0, 16):  # stock does not build it without experts
-    del RIGHT["optim_grads, in the collective"]
 BOTH = (False, True)
 
 
@@ -75,15 +64,8 @@ class Live:
         unit = Unit(has_expert=has_expert)
         self.weight = unit.dense
         self.expert = unit.experts.weight if has_expert else None
-        options = {**RIGHT.get(name, {}), **ddp}
-        strategy = name.partition(",")[0]
-        ddp_config = DistributedDataParallelConfig(
-            use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, **options
-        )
-        self.chunk = FullyShardedDataParallel(
-            config, ddp_config, Model(config, unit), fsdp_unit_modules=[Unit]
-        )
-        if no_sync and ddp_config.overlap_grad_reduce:  # as megatron.training does
+        self.chunk = wrapped(config, Model(config, unit), unit=Unit, **fsdp(name, **ddp))
+        if no_sync and self.chunk.ddp_config.overlap_grad_reduce:  # as megatron.training does
             config.no_sync_func = self.chunk.no_sync
         generator = torch.Generator().manual_seed(7 + dist.get_rank())
         self.xs = [torch.rand(T, generator=generator) for _ in range(m)]
@@ -137,7 +119,7 @@ class Live:
             self.schedule(loss_func, zeroed=zeroed, part=part)
 
     def gradient(self, weight=None):
-        return whole_gradient([self.chunk], self.weight if weight is None else weight).double()
+        return whole_gradient(self.chunk, self.weight if weight is None else weight).double()
 
     def over_ranks(self, gradient):
         dist.all_reduce(gradient)
@@ -167,7 +149,7 @@ def by_hand(live, *, per_token):
 
 
 def check_stock_reduces_as_distributed_data_parallel_does():
-    for name, per_token, m in itertools.product(RIGHT, BOTH, (1, 3)):
+    for name, per_token, m in itertools.product(FSDP, BOTH, (1, 3)):
         if not (per_token and "collective" in name):
             live = Live(name, per_token=per_token, m=m)
             for _ in range(2):
@@ -175,7 +157,7 @@ def check_stock_reduces_as_distributed_data_parallel_does():
 
 
 def check_an_aggregation_is_trained_and_k_is_measured():
-    for name, per_token in itertools.product(RIGHT, BOTH):
+    for name, per_token in itertools.product(FSDP, BOTH):
         if per_token and "collective" in name:
             continue
         live = Live(name, per_token=per_token)

@@ -1,64 +1,25 @@
-"""The table of programs whose true weights are known, on one process and on two.
-
-A row runs a program and returns what was weighed, the gradient that was trained, and each token's
-weight by hand. The gradient is compared with the weights by hand, and what was weighed with both.
-``@row`` says what the report has to say.
-"""
+"""The table of programs whose true weights are known, on one process and on two."""
 
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
 import toy
+from engines import wrapped
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
+from program_table import main, row
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import _weigh_terms, weigh_script
 from megatron_lossagg.weigh.weighing import Weighing
 
-ROWS, WORLD = {}, int(os.environ["WORLD_SIZE"])
-
-
-@dataclass
-class Row:
-    run: object
-    trains: str | None = None
-    factor: float | None = None
-    says: str = ""
-    """Words of the report, or of what it is refused for."""
-    is_refused: bool = False
-    is_known: bool = True
-    is_measured: bool = True
-    term: str = ""
-    """The one that is compared, if there are several."""
-    names: list | None = None
-    """Of the terms."""
-    on: int | None = None
-    """Only on this number of processes."""
-    sizes: dict = field(default_factory=dict)
-    """Of Megatron's groups; without, all is data parallel."""
-
-
-def row(name, **expected):
-    def put(run):
-        assert name not in ROWS, name
-        ROWS[name] = Row(run, **expected)
-        return run
-
-    return put
+WORLD = int(os.environ["WORLD_SIZE"])
 
 
 # f: what follows the losses.
@@ -133,9 +94,9 @@ for (per_token, name), (function, f, says) in FINALIZE.items():
 
 
 @row("the second of two schedule calls", says="was not zero before", is_known=False)
-def second_call():
+def second_call(ddp=None):
     found = toy.sequences()
-    chunk = toy.chunk_of(toy.total(found))
+    chunk = toy.chunk_of(toy.total(found), ddp=ddp)
     toy.weighed_step(chunk, found)
     weighing, gradient = toy.weighed_step(chunk, found)
     first = toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb))
@@ -143,9 +104,9 @@ def second_call():
 
 
 @row("zeroed inside of the block", trains="microbatch_token_mean")
-def zeroed_inside():
+def zeroed_inside(ddp=None):
     found = toy.sequences()
-    chunk = toy.chunk_of(toy.total(found))
+    chunk = toy.chunk_of(toy.total(found), ddp=ddp)
     toy.weighed_step(chunk, found)
     weighing = Weighing([chunk], num_microbatches=toy.M)
     with weighing:
@@ -283,7 +244,9 @@ def gpt(
     finally:
         torch.set_default_dtype(torch.float64)
     changed(model)
-    chunk = DistributedDataParallel(made, DistributedDataParallelConfig(**(ddp or {})), model)
+    chunk = wrapped(made, model, **(ddp or {}))
+    if chunk.ddp_config.overlap_grad_reduce:  # as megatron.training does
+        made.no_sync_func = chunk.no_sync
     chunk.zero_grad_buffer()
     weighing = Weighing([chunk], num_microbatches=toy.M)
 
@@ -381,13 +344,13 @@ gpt_row("full recomputation", recompute_granularity="full", recompute_method="un
 # Which calls train, and of which microbatch they are.
 
 
-def loop(listen, *, per_token=False, num_microbatches=toy.M, by=None, weigh=None, **how):
+def loop(listen, *, per_token=False, num_microbatches=toy.M, by=None, weigh=None, ddp=None, **how):
     """Weigh a loop by hand over this rank's microbatches; ``listen``: of a row, returns its loss.
 
     The loss of a microbatch is divided by M, as the schedule does.
     """
     found = toy.sequences(**how)
-    chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+    chunk = toy.chunk_of(toy.total(found), per_token=per_token, ddp=ddp)
     weighing = weigh or Weighing([chunk], num_microbatches=num_microbatches)
     with weighing:
         for m in sorted({s.microbatch for s in toy.own(found)}):
@@ -476,14 +439,14 @@ row("an evaluation before and after, M not passed", trains="token_mean")(
 
 
 @row("a step that was repeated after an error", trains="token_mean")
-def repeated():
+def repeated(**more):
     def listen(weighing, chunk, mine, m, found):
         for _ in range(2 if m == 0 else 1):
             chunk.zero_grad_buffer() if m == 0 else None
             losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
             scaled(losses.sum(), found).backward()
 
-    return loop(listen)
+    return loop(listen, **more)
 
 
 @row("a loss that does not follow from what is heard", is_known=False, says="does not follow")
@@ -561,9 +524,11 @@ def ulysses():
 # Steps of this package, weighed from outside and from inside.
 
 
-def aggregated(*, per_token, inside=True, mode="sample_mean", deferred=False, ids=None, **options):
+def aggregated(
+    *, per_token, inside=True, mode="sample_mean", deferred=False, ids=None, ddp=None, **options
+):
     found = toy.sequences()
-    chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+    chunk = toy.chunk_of(toy.total(found), per_token=per_token, ddp=ddp)
     aggregator = LossAggregator([chunk], Aggregation(mode, **options))
     chunk.zero_grad_buffer()
     weighing = Weighing([chunk])
@@ -1001,60 +966,6 @@ at_cp_2(
 )
 
 
-def run(one):
-    """Run a row on all ranks, and compare."""
-    if one.is_refused:
-        weighing, *_ = one.run()
-        try:
-            found = weighing.weighed()
-        except ContractError as error:
-            found = error
-        assert isinstance(found, ContractError), found
-        assert one.says in str(found)
-        return
-    found, gradient, weights = one.run()
-    if weights is not None:
-        np.testing.assert_allclose(gradient, weights, rtol=1e-9, atol=1e-15)
-    steps = found if isinstance(found, dict) else found.terms()
-    step = steps[one.term] if one.term else next(iter(steps.values()))
-    assert len(steps) == 1 or one.term
-    assert one.names in (None, [*steps])
-    said = " ".join(str(step).split())
-    assert (step.trains, bool(step.unknown)) == (one.trains, not one.is_known), said
-    assert one.says in said, said
-    assert step.is_measured == one.is_measured, said
-    assert not one.is_known or ("could not be measured" in said) != one.is_measured
-    if one.factor is not None:
-        assert step.factor == pytest.approx(one.factor)
-    if one.is_known and weights is not None:
-        at = 0
-        for s in step.sequences:
-            part, at = weights[at : at + s.tokens], at + s.tokens
-            values = [s.weight_sum, s.weight_min, s.weight_max]
-            np.testing.assert_allclose(values, [part.sum(), part.min(), part.max()], rtol=1e-9)
-        assert at == len(weights)
-
-
 if __name__ == "__main__":
     tiny_gpt.start()
-    only = sys.argv[1:]  # words of names
-    for name, one in ROWS.items():
-        if only and not any(word in name for word in only):
-            continue
-        if one.on not in (None, toy.world()):
-            continue
-        if one.sizes:
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(**one.sizes)
-        try:
-            run(one)
-            failed = ""
-        except Exception as error:
-            failed = f"{type(error).__name__}: {error}"
-        if one.sizes:
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel()
-        every = [None] * toy.world()
-        dist.all_gather_object(every, failed)
-        if dist.get_rank() == 0:
-            print(f"FAILED {name}: {every}" if any(every) else f"PASSED {name}", flush=True)
+    main()
