@@ -65,6 +65,11 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def adds_up_shards(self) -> bool:
+        """Whether microbatches add up gradients that are reduced, a part of them on each rank."""
+
+    @property
+    @abstractmethod
     def modules(self) -> tuple[Any, ...]:
         """Whose methods a config may name as ``no_sync_func`` or ``grad_sync_func``."""
 
@@ -94,7 +99,7 @@ class Engine(ABC):
 
     @abstractmethod
     def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call a function when gradients are zeroed, if :meth:`added_up` has only a part of them.
+        """Call a function when gradients are zeroed, if a rank :attr:`adds_up_shards`.
 
         Returns what ends it.
         """
@@ -172,6 +177,10 @@ class _Ddp(Engine):
     @property
     def shards(self) -> bool:
         return bool(self.chunk.ddp_config.use_distributed_optimizer)
+
+    @property
+    def adds_up_shards(self) -> bool:
+        return False
 
     @property
     def modules(self) -> tuple[Any, ...]:
@@ -313,6 +322,10 @@ class _MegatronFsdp(Engine):
         return self._strategy != "no_shard"
 
     @property
+    def adds_up_shards(self) -> bool:
+        return self._strategy.startswith("optim_grads")
+
+    @property
     def modules(self) -> tuple[Any, ...]:
         return (self.chunk, self.chunk.module)
 
@@ -350,12 +363,17 @@ class _MegatronFsdp(Engine):
             )
         if strategy == "no_shard" and not self._overlaps and max(sizes) > 1 and release < (0, 18):
             return f"{at} without overlap_grad_reduce, which reduces no gradient: set it"
+        if self._is_hybrid and not self._overlaps:
+            return (
+                f"{at} in several optimizer instances without overlap_grad_reduce, which reduces "
+                "no gradient over the instances: take 'optim_grads', or one instance"
+            )
         if strategy == "optim" and self._overlaps and release < (0, 17):
             return (
                 f"{at} and overlap_grad_reduce, which adds a rank's own gradients to the reduced "
                 "ones: leave overlap_grad_reduce False"
             )
-        if strategy.startswith("optim_grads") and min(sizes) == 1 and release < (0, 20):
+        if self.adds_up_shards and min(sizes) == 1 and release < (0, 20):
             return (
                 f"{at} over one rank, whose gradients each microbatch may double "
                 "(Megatron-LM#6660): take data_parallel_sharding_strategy 'optim', or more ranks "
@@ -423,7 +441,7 @@ class _MegatronFsdp(Engine):
 
     @property
     def _reduces_last(self) -> bool:
-        return self._is_hybrid or not self._strategy.startswith("optim_grads")
+        return self._is_hybrid or not self.adds_up_shards
 
     @property
     def reduces_twice_in_no_sync(self) -> bool:

@@ -49,9 +49,14 @@ def row(name, **expected):
     return put
 
 
+def rounding():
+    """Return how far a weight may be off, relative, of a model in the default dtype."""
+    return 1e-9 if torch.get_default_dtype() == torch.float64 else 2e-6
+
+
 def run(one):
     """Run a row on all ranks, and compare."""
-    rtol = 1e-9 if torch.get_default_dtype() == torch.float64 else 2e-6
+    rtol = rounding()
     if one.is_refused:
         weighing, *_ = one.run()
         try:

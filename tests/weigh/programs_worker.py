@@ -13,7 +13,7 @@ import toy
 from engines import wrapped
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from program_table import main, row
+from program_table import main, rounding, row
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.integrations import _weigh_terms, weigh_script
@@ -94,13 +94,13 @@ for (per_token, name), (function, f, says) in FINALIZE.items():
 
 
 @row("the second of two schedule calls", says="was not zero before", is_known=False)
-def second_call(ddp=None):
+def second_call(ddp=None, has_weights=True):
     found = toy.sequences()
     chunk = toy.chunk_of(toy.total(found), ddp=ddp)
     toy.weighed_step(chunk, found)
     weighing, gradient = toy.weighed_step(chunk, found)
     first = toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb))
-    return weighing, gradient, 2 * first
+    return weighing, gradient, 2 * first if has_weights else None
 
 
 @row("zeroed inside of the block", trains="microbatch_token_mean")
@@ -231,24 +231,30 @@ def torch_not_zero():
 def gpt(
     *,
     per_token=True,
-    dtype=torch.float64,
+    dtype=None,
     ddp=None,
     changed=lambda gpt: None,
+    shapes=((2, 4), (1, 12)),
+    repeats=False,
     **config,
 ):
-    """Train a token mean, or a mean of token means of microbatches."""
-    torch.set_default_dtype(dtype)
+    """Train a token mean, or a mean of token means of microbatches.
+
+    ``shapes``: of the microbatches. ``repeats``: zero gradients after a first try of them.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
     try:
         made = tiny_gpt.config_of(per_token=per_token, **config)
         model = tiny_gpt.gpt(made, tiny_gpt.cpu.gpt_layer_spec(made))
     finally:
-        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(before)
     changed(model)
     chunk = wrapped(made, model, **(ddp or {}))
     if chunk.ddp_config.overlap_grad_reduce:  # as megatron.training does
         made.no_sync_func = chunk.no_sync
     chunk.zero_grad_buffer()
-    weighing = Weighing([chunk], num_microbatches=toy.M)
+    weighing = Weighing([chunk], num_microbatches=len(shapes))
 
     def forward_step(iterator, model):
         tokens = next(iterator)
@@ -258,8 +264,13 @@ def gpt(
         return losses, lambda x: (x.sum(), torch.tensor(x.numel(), dtype=torch.int), {})
 
     random = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    batches = [torch.randint(2, 16, of, generator=random) for of in ((2, 4), (1, 12))]
+    batches = [torch.randint(2, 16, of, generator=random) for of in shapes]
     with weighing:
+        if repeats:
+            own, made.finalize_model_grads_func = made.finalize_model_grads_func, None
+            toy.run_batches(chunk, forward_step, batches)
+            made.finalize_model_grads_func = own
+            chunk.zero_grad_buffer()
         toy.run_batches(chunk, forward_step, batches)
     return weighing, None, None
 
@@ -897,13 +908,13 @@ def split(found, rank=None):
     return held
 
 
-def at_cp_2(name, loss_func, weight, *, per_token=False, **expected):
+def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expected):
     """``loss_func``: of losses; ``weight``: of a sequence, its part, all, and all parts there."""
 
-    @row(f"at CP 2, {name}", on=2, sizes={"context_parallel_size": 2}, **expected)
+    @row(f"at CP 2, {name}", on=on, sizes={"context_parallel_size": 2}, **expected)
     def run():
-        found = toy.sequences((((6, 9), (12,)),), size=1)
-        chunk = toy.chunk_of(toy.total(found), per_token=per_token)
+        found = toy.sequences((((6, 9), (12,)), ((3,), (5, 8))))
+        chunk = toy.chunk_of(toy.total(found), per_token=per_token, ddp=ddp)
         weighing, here = Weighing([chunk], num_microbatches=toy.M), split(found)
 
         def forward_step(iterator, model):
@@ -917,13 +928,14 @@ def at_cp_2(name, loss_func, weight, *, per_token=False, **expected):
         for rank in range(2):
             parts = split(found, rank)
             for s, part in zip(found, parts, strict=True):
-                here = toy.own(parts, s.microbatch)
-                weights[list(part.tokens)] = weight(s, part, found, sum(one.n for one in here))
+                there = toy.own(parts, s.microbatch, s.rank)
+                weights[list(part.tokens)] = weight(s, part, found, toy.total(there))
         step = weighing.weighed()
         by_sequence = [weights[list(s.tokens)].sum() for s in found]
         found_sums = [one.weight_sum for one in step.sequences]
-        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
-        np.testing.assert_allclose(found_sums, by_sequence)
+        rtol = rounding()
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights, rtol=rtol)
+        np.testing.assert_allclose(found_sums, by_sequence, rtol=rtol)
         return weighing, None, None
 
 

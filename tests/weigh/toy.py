@@ -24,7 +24,7 @@ from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.verify.small_gpt import whole_gradient
 from megatron_lossagg.weigh.weighing import Weighing
 
-LENGTHS = (((3, 5), (4,)), ((2,), (6, 1)))
+LENGTHS = (((3, 5), (4,)), ((2,), (6, 1)), ((1, 2), (3,)), ((4,), (2, 2)))
 """Of the sequences of each microbatch of each data-parallel rank."""
 M = 2
 
