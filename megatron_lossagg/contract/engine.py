@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.contract.release import megatron_release, megatron_version
 
-
 _INDEX = "megatron_fsdp_dist_index"
 """What a chunk in Megatron-FSDP has."""
 
@@ -91,11 +90,11 @@ class Engine(ABC):
 
     @abstractmethod
     def added_up(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return where this rank adds up a parameter's gradient, flat, and its first entry."""
+        """Return where this rank adds up its gradient, flat, and the first entry of that."""
 
     @abstractmethod
     def reduced(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return what this rank has of a parameter's reduced gradient, flat, and its first entry."""
+        """Return what this rank has of its reduced gradient, flat, and the first entry of that."""
 
     @abstractmethod
     def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from programs_worker import (
     at_cp_2,
     compiles,
     finalized,
+    fused,
     gpt_row,
     num,
     repeated,
@@ -70,6 +71,10 @@ for name in FSDP:
     )
     row(f"{name}, the second of two schedule calls", on=2, says="was not zero", is_known=False)(
         partial(second_call, ddp=ddp, has_weights=name != "optim")
+    )
+for name in (GRADS, FULL):
+    row(f"{name}, a kernel adds the gradient", on=2, trains="token_mean", is_measured=False)(
+        partial(fused, ddp=fsdp(name))
     )
 for name in ("optim", GRADS, FULL):
     row(f"{name}, a step that was repeated", on=2, trains="token_mean")(

@@ -154,6 +154,37 @@ def loss_scale():
     return weighing, gradient / 2.0**16, toy.by_hand(found, lambda s: 1 / (b * s.n))
 
 
+class Fused(torch.autograd.Function):
+    """Adds the gradient by itself, as a kernel of --gradient-accumulation-fusion does."""
+
+    @staticmethod
+    def forward(ctx, weight, tokens):
+        ctx.weight, ctx.tokens = weight, tokens
+        return weight[tokens]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight = ctx.weight
+        if hasattr(
+            weight, "get_main_grad"
+        ):  # Megatron-FSDP, for which it writes over what is there
+            weight.main_grad = weight.get_main_grad()
+            weight.main_grad.zero_()
+        weight.main_grad.index_add_(0, ctx.tokens, gradient)
+        weight.grad_added_to_main_grad = True
+        return torch.empty_like(weight), None
+
+
+@row("a kernel that adds the gradient", trains="token_mean", is_measured=False)
+def fused(ddp=None):
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found), per_token=True, ddp=ddp)
+    (unit,) = (m for m in chunk.modules() if isinstance(m, toy.token_model.OneWeightPerToken))
+    unit.forward = lambda tokens: Fused.apply(unit.weight, tokens)
+    weighing, gradient = toy.weighed_step(chunk, found)
+    return weighing, gradient, toy.by_hand(found, lambda s: 1 / toy.total(found))
+
+
 # torch's DDP
 
 
