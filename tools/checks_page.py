@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "reference" / "checks.md"
 _AT_THE_START = {
     "contract.megatron_options": f"[{len(OPTIONS)} conditions](options.md)",
     "contract.live:checked_loss_scaling": "refused: a wrapper that is not Megatron-Core's "
-    "DDP, a release before 0.13",
+    "DDP or Megatron-FSDP, a release before 0.13",
     "contract.groups:LiveGroups.of": "",
     "guards.frozen": "[what](../megatron-contract.md#frozen-and-live)",
     "guards.agreement": "",
@@ -82,6 +82,23 @@ they find on a device is raised [when the step finishes](../collectives.md#fault
 The guards, in the order in which they look:
 
 {guards}
+
+What each looks at on [Megatron-FSDP](options.md#megatron-fsdp), in place of a gradient buffer:
+
+| guard | there |
+|---|---|
+| `GradientBuffers` | the `main_grad_buffer` of each group, and the instance's with full hybrid \
+sharding. Under `optim_grads` and `optim_grads_params` this rank's shard: each rank that has some \
+refuses gradients that are not zero; the warning of gradients that are all zero is off, because \
+other ranks may have some |
+| `changed_config`, `frozen` | the `gradient_scaling_factor` of these |
+| `early_reduction` | `no_sync_func`, which must be the wrapper's or that of what it wraps |
+| `Outcome` | what the wrapper returns |
+| the others, `Options.record` | nothing of a wrapper |
+
+None communicates there but `Ownership`, over the context-parallel ranks. Shown by
+`tests/guards/test_guards.py -k fsdp`, which runs the rows of the table of faults that have to do
+with a wrapper, and `tests/loop/engine_worker.py`.
 
 `mb.outputs` also looks at:
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.contract.release import megatron_release, megatron_version
+
+_INDEX = "megatron_fsdp_dist_index"
+"""What a chunk in Megatron-FSDP has."""
 
 
 class Engine(ABC):
@@ -60,6 +64,11 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def adds_up_shards(self) -> bool:
+        """Whether microbatches add up gradients that are reduced, a part of them on each rank."""
+
+    @property
+    @abstractmethod
     def modules(self) -> tuple[Any, ...]:
         """Whose methods a config may name as ``no_sync_func`` or ``grad_sync_func``."""
 
@@ -76,11 +85,28 @@ class Engine(ABC):
         """Yield what it adds a step's gradients up in."""
 
     @abstractmethod
-    def reduced(self, name: str) -> Tensor:
-        """Return what this rank has of a parameter's reduced gradient, flat.
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield what backward passes add gradients of, with its name in the model."""
 
-        ``name``: in the model. Its size is a multiple of what its bucket is padded to.
+    @abstractmethod
+    def added_up(self, parameter: Any) -> tuple[Tensor, int]:
+        """Return where this rank adds up its gradient, flat, and the first entry of that."""
+
+    @abstractmethod
+    def reduced(self, parameter: Any) -> tuple[Tensor, int]:
+        """Return what this rank has of its reduced gradient, flat, and the first entry of that."""
+
+    @abstractmethod
+    def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call a function when gradients are zeroed, if a rank :attr:`adds_up_shards`.
+
+        Returns what ends it.
         """
+
+    @property
+    @abstractmethod
+    def called(self) -> Any:
+        """The innermost module whose hooks run in a forward pass."""
 
     @abstractmethod
     def needs_no_sync(self, num_microbatches: int) -> bool:
@@ -115,7 +141,13 @@ class Engine(ABC):
 
 def engine_of(chunk: Any) -> Engine:
     """Return a chunk's engine, of which :meth:`Engine.fault` says whether it is supported."""
-    return _MegatronFsdp(chunk) if hasattr(chunk, "megatron_fsdp_dist_index") else _Ddp(chunk)
+    return _MegatronFsdp(chunk) if hasattr(chunk, _INDEX) else _Ddp(chunk)
+
+
+def is_chunk(model: Any) -> bool:
+    """Whether a model is in one of Megatron-Core's engines, which need not be installed."""
+    # torch's modules have a method of the name.
+    return hasattr(model, _INDEX) or isinstance(getattr(model, "buffers", None), list)
 
 
 class _Ddp(Engine):
@@ -144,6 +176,10 @@ class _Ddp(Engine):
     @property
     def shards(self) -> bool:
         return bool(self.chunk.ddp_config.use_distributed_optimizer)
+
+    @property
+    def adds_up_shards(self) -> bool:
+        return False
 
     @property
     def modules(self) -> tuple[Any, ...]:
@@ -178,14 +214,34 @@ class _Ddp(Engine):
             if not _is_left(buffer):
                 yield buffer.grad_data
 
-    def reduced(self, name: str) -> Tensor:
-        parameter = self.chunk.module.get_parameter(name)
-        gradient: Tensor = parameter.main_grad.view(-1)
-        if not self.shards:
-            return gradient
-        is_dense = getattr(parameter, "allreduce", True)
-        group = self.chunk.intra_dp_cp_group if is_dense else self.chunk.intra_expt_dp_group
-        return gradient.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self.chunk.module.named_parameters():
+            if getattr(parameter, "main_grad", None) is not None:
+                yield name, parameter
+
+    def added_up(self, parameter: Any) -> tuple[Tensor, int]:
+        return parameter.main_grad.view(-1), 0
+
+    def reduced(self, parameter: Any) -> tuple[Tensor, int]:
+        whole, first = self.added_up(parameter)
+        groups = (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups)
+        for group in groups if self.shards else ():
+            of = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                at = (whole.data_ptr() - bucket.grad_data.data_ptr()) // whole.element_size()
+                if 0 <= at < bucket.grad_data.numel():
+                    size = bucket.grad_data.numel() // dist.get_world_size(of)
+                    end = (dist.get_rank(of) + 1) * size - at
+                    first = max(0, end - size)
+                    return whole[first : max(first, end)], first
+        return whole, first
+
+    def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    @property
+    def called(self) -> Any:
+        return unwrapped(self.chunk)
 
     def needs_no_sync(self, num_microbatches: int) -> bool:
         return bool(self.chunk.ddp_config.overlap_grad_reduce and num_microbatches > 1)
@@ -265,6 +321,10 @@ class _MegatronFsdp(Engine):
         return self._strategy != "no_shard"
 
     @property
+    def adds_up_shards(self) -> bool:
+        return self._strategy.startswith("optim_grads")
+
+    @property
     def modules(self) -> tuple[Any, ...]:
         return (self.chunk, self.chunk.module)
 
@@ -276,11 +336,15 @@ class _MegatronFsdp(Engine):
     @property
     def _buffers(self) -> Iterator[tuple[Any, bool]]:
         for group in self._groups:
-            # Of full hybrid sharding; until 0.16 by the other name.
-            name = "hsdp_gbuf" if hasattr(group, "hsdp_gbuf") else "hfsdp_helper_gbuf"
-            for buffer in (group.main_grad_buffer, getattr(group, name, None)):
+            for buffer in (group.main_grad_buffer, _hybrid_buffer(group)):
                 if buffer is not None:
                     yield buffer, group.is_expert_param
+
+    def _group(self, parameter: Any) -> tuple[Any, int]:
+        """Return a parameter's group, and its place in it."""
+        number = self.chunk.param_and_grad_buffer.param_to_param_group[parameter]
+        group = self._groups[number]
+        return group, group.main_grad_buffer.param_idx[parameter]
 
     @property
     def _overlaps(self) -> bool:
@@ -298,12 +362,17 @@ class _MegatronFsdp(Engine):
             )
         if strategy == "no_shard" and not self._overlaps and max(sizes) > 1 and release < (0, 18):
             return f"{at} without overlap_grad_reduce, which reduces no gradient: set it"
+        if self._is_hybrid and not self._overlaps:
+            return (
+                f"{at} in several optimizer instances without overlap_grad_reduce, which reduces "
+                "no gradient over the instances: take 'optim_grads', or one instance"
+            )
         if strategy == "optim" and self._overlaps and release < (0, 17):
             return (
                 f"{at} and overlap_grad_reduce, which adds a rank's own gradients to the reduced "
                 "ones: leave overlap_grad_reduce False"
             )
-        if strategy.startswith("optim_grads") and min(sizes) == 1 and release < (0, 20):
+        if self.adds_up_shards and min(sizes) == 1 and release < (0, 20):
             return (
                 f"{at} over one rank, whose gradients each microbatch may double "
                 "(Megatron-LM#6660): take data_parallel_sharding_strategy 'optim', or more ranks "
@@ -328,16 +397,42 @@ class _MegatronFsdp(Engine):
         for buffer, _ in self._buffers:
             yield buffer.data
 
-    def reduced(self, name: str) -> Tensor:
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        # The module's own are DTensors, of which backward passes add nothing.
+        names = self.chunk.param_and_grad_buffer.param_to_name
+        for group in self._groups:
+            if group.main_grad_buffer is not None:
+                yield from ((names[parameter], parameter) for parameter in group.params)
+
+    def added_up(self, parameter: Any) -> tuple[Tensor, int]:
+        group, place = self._group(parameter)
+        buffer = _hybrid_buffer(group) or group.main_grad_buffer
+        return buffer.get_item(place), buffer.locate_item_in_global_item(place)[0]
+
+    def reduced(self, parameter: Any) -> tuple[Tensor, int]:
+        group, place = self._group(parameter)
+        buffer = group.main_grad_buffer
+        if not self.shards:
+            return buffer.get_item(place), 0
+        shard = buffer.get_item(place, only_shard=True)
+        return shard, buffer._get_item_slice_in_shard(place)[0]
+
+    def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:
         buffers = self.chunk.param_and_grad_buffer
-        [(group, place)] = [
-            (group, place)
-            for group in self._groups
-            for place, parameter in enumerate(group.params)
-            if buffers.param_to_name[parameter] == name
-        ]
-        gradient: Tensor = group.main_grad_buffer.get_item(place, only_shard=self.shards)
-        return gradient
+        stock = buffers.zero_grad
+
+        def zero_grad() -> None:
+            stock()
+            call()
+
+        buffers.zero_grad = zero_grad
+        return partial(setattr, buffers, "zero_grad", stock)
+
+    @property
+    def called(self) -> Any:
+        # It runs the forward function of the module that it wraps, and no hook of it, until 0.18.
+        model, wrapper = unwrapped(self.chunk), self.chunk.module
+        return wrapper if wrapper.module is model else model
 
     def needs_no_sync(self, num_microbatches: int) -> bool:
         # It knows the last microbatch, which alone reduces, by leaving no_sync; at M 1 too.
@@ -345,7 +440,7 @@ class _MegatronFsdp(Engine):
 
     @property
     def _reduces_last(self) -> bool:
-        return self._is_hybrid or not self._strategy.startswith("optim_grads")
+        return self._is_hybrid or not self.adds_up_shards
 
     @property
     def reduces_twice_in_no_sync(self) -> bool:
@@ -382,6 +477,11 @@ class _MegatronFsdp(Engine):
         )
         config.num_moe_experts = without
         return wrapped
+
+
+def _hybrid_buffer(group: Any) -> Any:
+    """Return the buffer of full hybrid sharding within an instance; None without."""
+    return getattr(group, "hsdp_gbuf", None) or getattr(group, "hfsdp_helper_gbuf", None)
 
 
 def unwrapped(chunk: Any) -> Any:

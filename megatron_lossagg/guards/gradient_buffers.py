@@ -23,12 +23,13 @@ class GradientBuffers(Guard):
     of the same optimizer step. If they are zero before these calls are complete, it warns; between
     calls of a deferred step it refuses them. If
     tokens were trained and all gradients are zero at the end it warns too: advantages may all be 0.
+    Not where each rank adds up a shard of the gradients: those of other ranks may not be.
     """
 
     catches = (
-        "gradients that an earlier schedule call left, with a factor of their own; a loss that "
-        "reaches no parameter of this model, and an optimizer step of fewer schedule calls than it "
-        "declares (warnings)"
+        "gradients that an earlier schedule call left, with a factor of their own; as warnings, a "
+        "loss that reaches no parameter of this model (if a rank adds up whole gradients), and an "
+        "optimizer step of fewer schedule calls than it declares"
     )
     costs = "two strided counts of at most 4,096 values of each gradient buffer, once a step"
 
@@ -63,8 +64,9 @@ class GradientBuffers(Guard):
         """Look at the end, if nothing was finalized."""
         if step.trains:
             left = self._left or [count for _, count in _nonzero(step)]
-            has_tokens = bool(step.plan.active_tokens.any())
-            step.plan.state.faults.record(left, partial(self._leaves, has_tokens))
+            has_shards = any(engine_of(chunk).adds_up_shards for chunk in step.chunks)
+            is_due = bool(step.plan.active_tokens.any()) and not has_shards
+            step.plan.state.faults.record(left, partial(self._leaves, is_due))
         return ""
 
     def _found(self, buffers: list[tuple[int, int]], values: list[float]) -> str:
@@ -101,11 +103,11 @@ class GradientBuffers(Guard):
             "microbatches, and zero the gradients before it"
         )
 
-    def _leaves(self, has_tokens: bool, values: list[float]) -> str:
+    def _leaves(self, is_due: bool, values: list[float]) -> str:
         calls = self._calls
         calls.number += 1
         calls.declared, calls.left_some = self._declared, any(values)
-        if has_tokens and values and not calls.left_some:
+        if is_due and values and not calls.left_some:
             warn_once(
                 "zero gradients",
                 "tokens were trained, and every gradient of the model that was looked at is 0: "

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.contract.engine import unwrapped
+from megatron_lossagg.contract.engine import engine_of, unwrapped
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import HOOK
@@ -106,7 +106,7 @@ class _Listening:
         functools.update_wrapper(self, forward_step)
         self._weighing = weighing
         self._forward_step = forward_step
-        self._model = unwrapped(chunk)
+        self._model, self._called = unwrapped(chunk), engine_of(chunk).called
         self._has_losses = LiveGroups.of([chunk]).is_last_stage
         self._packs: dict[str, Any] = {}
         self._microbatch, self._num_heard = -1, 0
@@ -114,8 +114,8 @@ class _Listening:
 
     def __enter__(self) -> None:
         self._handles = [
-            self._model.register_forward_pre_hook(self._notes, with_kwargs=True),
-            self._model.register_forward_hook(self._hears),
+            self._called.register_forward_pre_hook(self._notes, with_kwargs=True),
+            self._called.register_forward_hook(self._hears),
         ]
 
     def __exit__(self, *raised: object) -> None:

@@ -30,6 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY, TrainingSequence, padding_sequence
@@ -357,27 +358,21 @@ def all_reported(reports: Sequence[dict[str, Tensor]], names: Sequence[str]) -> 
     return {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True)}
 
 
-def whole_gradient(chunks: Sequence[Any], parameter: Any) -> Tensor:
-    """Put a parameter's gradient together from what Megatron-FSDP has reduced on each rank.
+def whole_gradient(chunk: Any, parameter: Any) -> Tensor:
+    """Put a parameter's gradient together from what an engine has reduced on each rank.
 
     One all-gather of objects over the ranks that share it.
     """
-    buffers = [chunk.param_and_grad_buffer for chunk in chunks]
-    [found] = [one for one in buffers if parameter in one.param_to_param_group]
-    buffer = found.parameter_groups[found.param_to_param_group[parameter]].main_grad_buffer
-    place = buffer.param_idx[parameter]
-    if found.ddp_config.data_parallel_sharding_strategy == "no_shard":
-        whole: Tensor = buffer.get_item(place)
-        return whole.view(parameter.shape)
-    group = buffer.data_parallel_group
-    own = (buffer._get_item_slice_in_shard(place), buffer.get_item(place, only_shard=True))
+    engine = engine_of(chunk)
+    own, first = engine.reduced(parameter)
+    is_dense = getattr(parameter, "allreduce", True)
+    group = engine.dp_cp_group if is_dense else engine.expert_group
     pieces: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(pieces, own, group=group)
-    whole = own[1].new_full((parameter.numel(),), torch.nan)
-    for (start, end), piece in pieces:
-        whole[start:end] = piece
-    gradient: Tensor = whole.view(parameter.shape)
-    return gradient
+    dist.all_gather_object(pieces, (own, first), group=group)
+    whole = own.new_full((parameter.numel(),), torch.nan)
+    for piece, at in pieces:
+        whole[at : at + len(piece)] = piece
+    return whole.view(parameter.shape)
 
 
 def gather_gradients(chunks: Sequence[Any]) -> None:

@@ -65,8 +65,7 @@ class Measured:
     values: list[dict[str, float]]
     """K and the reported values of every rank of the last stage; NaN and inf are kept."""
     weighed: list[WeighedSequence] | None
-    """Each sequence's weight, measured at y; None under the hook, on Megatron-FSDP and
-    forward-only."""
+    """Each sequence's weight, measured at y; None under the hook and forward-only."""
     fault: str
     """The first rank's error message for a mask or a loss; empty if there was none."""
 
@@ -135,7 +134,8 @@ class Run:
         gradients = []
         for shard in self._shards:
             if self.parallelism.megatron_fsdp != "off":
-                main_grad = whole_gradient(self.chunks, shard.parameter)
+                (chunk,) = self.chunks
+                main_grad = whole_gradient(chunk, shard.parameter)
             else:
                 main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
             # A copy: the next schedule call zeroes the buffer.
@@ -186,10 +186,8 @@ class Run:
         """Run a step in a loop of our own: an aggregator and its step."""
         faults: list[str] = []
         step = self.begin(case, forward_only=forward_only)
-        is_weighed = not forward_only and self.parallelism.megatron_fsdp == "off"
-        weighing = (
-            Weighing(self.chunks, num_microbatches=self.num_microbatches) if is_weighed else None
-        )
+        m = self.num_microbatches
+        weighing = None if forward_only else Weighing(self.chunks, num_microbatches=m)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)

@@ -5,7 +5,7 @@
 num_tokens is of all ranks, and put in by ``compare``. Under torch's DistributedDataParallel: the
 mean over its group.
 
-Sources: ``DistributedDataParallel.__init__`` and ``MegatronOptimizer.scale_loss`` of Megatron-Core;
+Sources: ``contract/engine.py``; ``MegatronOptimizer.scale_loss`` of Megatron-Core;
 ``torch.nn.parallel.DistributedDataParallel``.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lossagg.contract.engine import engine_of, is_chunk
 from megatron_lossagg.contract.finalize import ListeningHook, own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.held_gradients import HeldGradients
@@ -75,7 +75,7 @@ class Run(Protocol):
 
 
 class MegatronRun:
-    """A run of model chunks in Megatron's DistributedDataParallel.
+    """A run of model chunks in one of Megatron's engines.
 
     Raises :class:`ContractError` for an option that changes which rank holds a token, such as
     hybrid context parallelism.
@@ -83,6 +83,7 @@ class MegatronRun:
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.chunks = chunks
+        self._engines = [engine_of(chunk) for chunk in chunks]
         config = chunks[0].config
         check_options(
             "model config",
@@ -130,19 +131,18 @@ class MegatronRun:
         return scale
 
     def candidates(self) -> Iterator[Candidate]:
-        """List the parameters of all chunks; of a distributed optimizer each rank has a part."""
+        """List the parameters of all chunks."""
         stage, tp_rank = dist.get_rank(self.groups.pp_group), dist.get_rank(self.groups.tp_group)
-        for number, chunk in enumerate(self.chunks):
-            is_sharded = getattr(chunk.ddp_config, "use_distributed_optimizer", False)
-            for name, parameter in chunk.named_parameters():
+        for number, engine in enumerate(self._engines):
+            splits_sequences = bool(engine.chunk.config.sequence_parallel)
+            for name, parameter in engine.parameters():
                 # Under sequence parallelism each of them has the gradient of its own tokens.
-                is_summed = getattr(parameter, "sequence_parallel", False)
-                is_summed &= bool(chunk.config.sequence_parallel)
+                is_summed = splits_sequences and getattr(parameter, "sequence_parallel", False)
                 yield Candidate(
                     name=f"{number} {name}",
                     parameter=parameter,
                     place=(stage, -1 if is_summed else tp_rank),
-                    owned=partial(_owned, chunk if is_sharded else None),
+                    engine=engine,
                 )
 
     def factor(self) -> float:
@@ -151,13 +151,11 @@ class MegatronRun:
         Without dense buffers on this rank: what Megatron would give them.
         """
         chunk, size = self.chunks[-1], self.groups.dp_cp_size
-        buffers = [buffer for each in self.chunks for buffer in each.buffers]
-        factor = 1.0 if chunk.config.calculate_per_token_loss else 1 / size
-        if buffers:
-            factor = float(buffers[0].gradient_scaling_factor)
-            if getattr(chunk.ddp_config, "average_in_collective", False):
-                factor /= size
-        return factor
+        found = [one for each in self._engines for one in each.factors(of_experts=False)]
+        if not found:
+            return 1.0 if chunk.config.calculate_per_token_loss else 1 / size
+        averages = getattr(chunk.ddp_config, "average_in_collective", False)
+        return found[0] / (size if averages else 1)
 
     def of_microbatch(self, cp_group: ProcessGroup | None) -> Run:
         """Return this run, but with dynamic context parallelism, whose microbatches have groups.
@@ -267,32 +265,15 @@ def run_of(model: Any) -> Run:
             )
         return TorchRun(model.process_group, [model])
     chunks = [*model] if isinstance(model, (list, tuple)) else [model]
-    # torch's modules have a method of the name; FSDP's wrappers in Megatron have no such list.
-    if chunks and all(isinstance(getattr(chunk, "buffers", None), list) for chunk in chunks):
+    if chunks and all(map(is_chunk, chunks)):
         return MegatronRun(chunks)
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ContractError(
             f"got {[type(chunk).__name__ for chunk in chunks]}, expected a model in Megatron's or "
-            "torch's DistributedDataParallel: pass what the schedule gets, or what wraps the model"
+            "torch's DistributedDataParallel, or in Megatron-FSDP: pass what the schedule gets, or "
+            "what wraps the model"
         )
     return TorchRun(None, chunks)
-
-
-def _owned(chunk: Any, gradient: Tensor) -> tuple[int, int]:
-    """Return which entries of a reduced gradient this rank has.
-
-    ``chunk``: if a distributed optimizer scatters them; else None, and it has all.
-    """
-    size, at = gradient.element_size(), gradient.data_ptr()
-    for group in () if chunk is None else chunk.bucket_groups:
-        of = group.intra_distributed_optimizer_instance_group
-        for bucket in group.buckets:
-            offset = (at - bucket.grad_data.data_ptr()) // size
-            if 0 <= offset < bucket.grad_data.numel():
-                shard = bucket.grad_data.numel() // dist.get_world_size(of)
-                first = dist.get_rank(of) * shard - offset
-                return first, first + shard
-    return 0, gradient.numel()
 
 
 def _offsets(cu_seqlens: IntsLike) -> Tensor:

@@ -46,9 +46,9 @@ class Added:
     size: Array
     """As ``added``, of absolute values."""
     before: Array
-    """What was there when the first of them began."""
+    """What was there when the first of them began; NaN if another rank has the entry."""
     after: Array
-    """What is there after the step; NaN if another rank has the entry."""
+    """What is there after the step; NaN likewise."""
     eps: float
 
 
@@ -90,7 +90,7 @@ def _of_parameter(ranks: Sequence[Added]) -> Measured | None:
     noise = max(_FINEST, _ROUNDINGS * eps * float(np.linalg.norm(size)) / norm)
     if not noise < 0.1:  # the sum is what rounding has left of it
         return None
-    if any(one.before.any() for one in ranks):
+    if any(np.nan_to_num(one.before).any() for one in ranks):
         return Measured(value=np.nan, noise=noise, fault=_NOT_ZERO)
     every = np.broadcast_to(added, after.shape)
     f, residual = _multiple(after[owned], every[owned])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from megatron_lossagg.contract.engine import Engine
 from megatron_lossagg.weigh.calls import number_of_pass
 from megatron_lossagg.weigh.measured import Added, Array
 
@@ -37,42 +39,62 @@ class Candidate:
     name: str
     parameter: torch.nn.Parameter
     place: tuple[int, ...] = ()
-    owned: Callable[[Tensor], tuple[int, int]] = lambda gradient: (0, gradient.numel())
-    """Which entries of its reduced gradient this rank has."""
+    engine: Engine | None = None
+    """What reduces its gradient; None: torch, in place."""
     node: Any = None
     """What adds to its gradient in a backward pass."""
     _heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each backward pass: what was there before, and what it added."""
     _passes: list[int] = field(default_factory=list)
+    _zeroed: list[int] = field(default_factory=list)
+    """Before which of them gradients were zeroed, unseen by this rank, which has a part of them."""
+    _is_fused: bool = False
+    """Whether a kernel adds its gradient, so that what arrives at the node is none."""
     _after: Tensor | None = None
 
-    def _some(self, values: Tensor) -> Tensor:
+    def _some(self, values: Tensor, first: int = 0) -> Tensor:
+        """Return the entries that are heard, of values from an entry on; NaN of the others."""
         step = max(1, self.parameter.numel() // _ENTRIES)
-        return values.detach().reshape(-1)[::step][:_ENTRIES].clone()
+        number = min(-(-self.parameter.numel() // step), _ENTRIES)
+        begin = min(-(-first // step), number)
+        here = values.detach().reshape(-1)[begin * step - first :: step][: number - begin]
+        some = here.new_full((number,), torch.nan)
+        some[begin : begin + len(here)] = here
+        return some
 
     @property
-    def _gradient(self) -> Tensor | None:
-        main: Tensor | None = getattr(self.parameter, "main_grad", None)
-        return self.parameter.grad if main is None else main
+    def _before(self) -> Tensor | None:
+        """What a backward pass adds to, as far as it is on this rank."""
+        if self.engine is not None:
+            return self._some(*self.engine.added_up(self.parameter))
+        return None if self.parameter.grad is None else self._some(self.parameter.grad)
 
-    def begin(self) -> Any:
-        """Hear what backward passes add; return the handle of the hook. No host sync."""
+    def begin(self, until: ExitStack) -> None:
+        """Hear what backward passes add. No host sync."""
         with torch.enable_grad():  # the node outlives this, as long as something refers to it
-            self.node = self.parameter.expand_as(self.parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        return self.node.register_prehook(self._adds)
+            # Of a parameter that is not gathered nothing else than a view can be made.
+            self.node = self.parameter.view_as(self.parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        until.callback(self.node.register_prehook(self._adds).remove)
+        if self.engine is not None:
+            until.callback(self.engine.when_zeroed(self._are_zeroed))
+
+    def _are_zeroed(self) -> None:
+        self._zeroed.append(len(self._heard))
 
     def _adds(self, gradients: Sequence[Tensor | None]) -> None:
-        added, before = gradients[0], self._gradient
+        added, before = gradients[0], self._before
+        self._is_fused |= getattr(self.parameter, "grad_added_to_main_grad", False)
         if added is not None and not added.is_sparse:
             added = self._some(added)
-            was = torch.zeros_like(added) if before is None else self._some(before)
-            self._heard.append((was, added))
+            self._heard.append((torch.zeros_like(added) if before is None else before, added))
             self._passes.append(number_of_pass())
 
     def read(self) -> None:
         """Keep the gradient as it is now. No host sync."""
-        if self._gradient is not None:
-            self._after = self._some(self._gradient)
+        if self.engine is not None:
+            self._after = self._some(*self.engine.reduced(self.parameter))
+        elif self.parameter.grad is not None:
+            self._after = self._some(self.parameter.grad)
 
     def _begun(self) -> tuple[Array, Array, int]:
         """Return what was heard, and in which pass the gradient was zero for the last time."""
@@ -81,7 +103,7 @@ class Candidate:
             np.stack([values.double().cpu().numpy() for values in of])
             for of in zip(*(self._heard or [(nothing, nothing)]), strict=True)
         )
-        zero = [k for k in range(len(before)) if not before[k].any()]
+        zero = [k for k in range(len(before)) if k in self._zeroed or not before[k].any()]
         return before, added, max(zero, default=0)
 
     @property
@@ -92,22 +114,16 @@ class Candidate:
 
     def result(self) -> Added | None:
         """Return what was heard; None if it was not read. Waits for the device."""
-        is_fused = getattr(self.parameter, "grad_added_to_main_grad", False)
-        if self._after is None or is_fused:
+        if self._after is None or self._is_fused:
             return None
         before, added, first = self._begun()
-        after = self._after.double().cpu().numpy()
-        if (gradient := self._gradient) is not None:
-            low, high = self.owned(gradient)
-            at = np.arange(len(after)) * max(1, self.parameter.numel() // _ENTRIES)
-            after = np.where((at >= low) & (at < high), after, np.nan)
         return Added(
             place=self.place,
             name=self.name,
             added=added[first:].sum(0),
             size=np.abs(added[first:]).sum(0),
             before=before[first],
-            after=after,
+            after=self._after.double().cpu().numpy(),
             eps=torch.finfo(self._after.dtype).eps,
         )
 
@@ -121,18 +137,18 @@ class Listening:
         # One of each kind: of all that a freezing or LoRA leaves without a gradient, one is enough.
         kinds = {re.sub(r"\d+", "", one.name): one for one in reversed(usable)}
         self._heard = [one for one in usable if one in kinds.values()][:_PARAMETERS]
-        self._handles: list[Any] = []
+        self._until_end = ExitStack()
         self._is_final = False
 
     def begin(self) -> None:
         """Begin; no collective, no host sync."""
         for one in self._heard:
-            self._handles += one.begin(), one.node.register_prehook(self.read_later)
+            one.begin(self._until_end)
+            self._until_end.callback(one.node.register_prehook(self.read_later).remove)
 
     def end(self) -> None:
         """Hear nothing any longer."""
-        for handle in self._handles:
-            handle.remove()
+        self._until_end.close()
 
     def read(self) -> None:
         """Keep the gradients as they are now, unless they were finalized before."""

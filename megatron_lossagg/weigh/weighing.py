@@ -48,10 +48,11 @@ Ids = Sequence[Hashable] | Tensor | _Array
 class Weighing:
     """Listens while one step runs, and says which weight each token was trained with.
 
-    ``model``: the chunk or chunks in Megatron's DistributedDataParallel, as the schedule gets them;
-    a model in torch's; any other model on one process only. A context manager around the schedule
-    call or the backward passes, inside of a ``LossAggregator``'s step if there is one. It changes
-    no value; no collective and no host sync before :meth:`weighed`. It weighs one step.
+    ``model``: the chunk or chunks in Megatron's DistributedDataParallel or Megatron-FSDP, as the
+    schedule gets them; a model in torch's; any other model on one process only. A context manager
+    around the schedule call or the backward passes, inside of a ``LossAggregator``'s step if there
+    is one. It changes no value; no collective and no host sync before :meth:`weighed`. It weighs
+    one step.
     ``num_microbatches``: M; None if :meth:`losses` is called once for each, with a backward pass of
     its own. ``divisor``, ``exponent``: of ``constant`` and ``length_power``, to compare with them.
     ``loss_scale``: what the loss is multiplied by, and the gradient divided by, that Megatron's

@@ -23,6 +23,7 @@ from megatron.core.rerun_state_machine import (
 from training_steps import Training, changing, microbatch, returning, right, set_finalize
 
 from megatron_lossagg import Layout, LossAggregator
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.errors import ContractError
 
 
@@ -212,10 +213,15 @@ def uncounted_weights(training):
         mb.outputs(mb.reduce(torch.ones(8, requires_grad=True)))[0].backward()
 
 
+def fill(training, value):
+    """Set this rank's gradients."""
+    next(engine_of(training.chunks[0]).gradients()).fill_(value)
+
+
 def filled_buffers(training, value):
     def loss_func(step, batch, x):
         if batch is training.batches[0]:
-            training.chunks[0].buffers[0].grad_data.fill_(value)
+            fill(training, value)
         return right(step, batch, x)
 
     training.step(loss_func)
@@ -229,7 +235,7 @@ def repeated_step(training):
         training.run(functools.partial(right, step))
 
         def again(batch, x):
-            training.chunks[0].buffers[0].grad_data.fill_(1)
+            fill(training, 1)
             return right(step, batch, x)
 
         get_rerun_state_machine().state = RerunState.RERUNNING_IN_PLACE

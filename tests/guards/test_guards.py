@@ -3,9 +3,10 @@
 import importlib
 import inspect
 import pkgutil
+from importlib.util import find_spec
 
 import pytest
-from conftest import early, launched
+from conftest import RELEASE, early, launched
 from fault_table import ROWS
 
 from megatron_lossagg import guards
@@ -26,6 +27,19 @@ def refusals():
 def test_the_fault_is_refused(refusals, launches, row):
     assert not [line for line in refusals if line.startswith(f"FAILED {row}:")]
     assert f"PASSED {row}" in refusals
+
+
+@early
+def refusals_on_fsdp():
+    return launched("guards/guard_worker.py", "optim_grads", processes=2).splitlines()
+
+
+@pytest.mark.skipif(
+    RELEASE < (0, 16) or find_spec("einops") is None, reason="refused, or without einops"
+)
+def test_each_fault_that_megatron_fsdp_can_have_is_refused_there(refusals_on_fsdp):
+    assert [line for line in refusals_on_fsdp if line.startswith("FAILED")] == []
+    assert len([line for line in refusals_on_fsdp if line.startswith("PASSED")]) >= 70
 
 
 def test_each_row_has_a_name_of_its_own():

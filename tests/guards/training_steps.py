@@ -29,7 +29,7 @@ ACTIVE = [sum(one.counted) for one in SEQUENCES]
 
 def _reset_groups(chunk):
     """Let the schedule run again, and keep the gradients."""
-    for group in chunk.bucket_groups:
+    for group in getattr(chunk, "bucket_groups", ()):  # Megatron-FSDP has none, and needs nothing
         group.reset()
 
 
@@ -103,7 +103,8 @@ class Training:
 
     def kept_step(self, loss_func, **options):
         """Train a step on gradients that an earlier one left; return the gradient."""
-        with patch.object(type(self.chunks[0]), "zero_grad_buffer", _reset_groups):
+        (chunk,) = self.chunks
+        with patch.object(chunk, "zero_grad_buffer", functools.partial(_reset_groups, chunk)):
             return self.step(loss_func, **options)
 
     def plain(self, term):

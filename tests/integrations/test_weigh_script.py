@@ -12,7 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 from frameworks import checkout_of, needs
-from megatron_lm_runs import CP2, NEEDED, PER_TOKEN, SAMPLE_MEAN, SIZES, runs_of, steps
+from megatron_lm_runs import (
+    CP2,
+    FSDP_SIZES,
+    NEEDED,
+    PER_TOKEN,
+    SAMPLE_MEAN,
+    SIZES,
+    runs_of,
+    steps,
+)
 
 CHECKOUTS = [pytest.param("Megatron-LM", marks=needs("Megatron-LM", *NEEDED))]
 for checkout in ("Megatron-LM-main", "Megatron-LM-dev"):
@@ -118,6 +127,36 @@ def test_a_weighed_run_trains_bit_for_bit_as_an_unweighed_one(weigh, mode):
     weighed = weigh("sft", *CP2, *mode, processes=2)
     unweighed = weigh.plain("sft", *CP2, *mode, processes=2)
     assert steps(weighed.events) == steps(unweighed)
+
+
+@pytest.mark.parametrize("weigh", CHECKOUTS[:1], indirect=True)
+@pytest.mark.parametrize("mode", [[], SAMPLE_MEAN], ids=["stock", "sample_mean"])
+@pytest.mark.parametrize("scaling", [[], PER_TOKEN], ids=["average", "per_token"])
+@pytest.mark.parametrize("name", FSDP_SIZES)
+def test_on_megatron_fsdp_each_token_has_the_weight_of_a_loop_and_trains_as_unweighed(
+    weigh, name, scaling, mode
+):
+    processes, more = FSDP_SIZES[name]
+    found = weigh("sft", *mode, *more, *scaling, processes=processes)
+    assert found.is_measured
+    n, is_split = sum(s["tokens"] for s in found.sequences), found.sizes["CP"] > 1
+    wanted = by_hand(found.sequences, found.sizes["M"], found.sizes["DP"])
+    if mode:
+        wanted = [1 / len(found.sequences) / s["tokens"] for s in found.sequences]
+    elif scaling:
+        wanted = [1 / n] * len(found.sequences)
+    means = {(): "microbatch_token_mean", tuple(PER_TOKEN): "token_mean"}
+    if is_split and not mode and not scaling:
+        cause = "a mean of one token mean per microbatch and context-parallel rank"
+        assert (found.trains, found.causes) == (None, [cause])
+    else:
+        assert found.trains == ("sample_mean" if mode else means[tuple(scaling)])
+        for sequence, weight in zip(found.sequences, wanted, strict=True):
+            assert sequence["weight_min"] == pytest.approx(weight, rel=1e-5)
+            assert sequence["weight_max"] == pytest.approx(weight, rel=1e-5)
+    if name == "FSDP-DP2":
+        unweighed = weigh.plain("sft", *mode, *more, *scaling, processes=processes)
+        assert steps(found.events) == steps(unweighed)
 
 
 @pytest.mark.parametrize(("mode", "status"), [("token_mean", 0), ("sample_mean", 1)])

@@ -5,6 +5,7 @@ hand, in float64.
 """
 
 import itertools
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +13,8 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from engines import FSDP, fsdp, wrapped
 from live_steps import refused
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,20 +23,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.release import megatron_release
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.small_gpt import whole_gradient
 
 T = 16
-RIGHT = {
-    "no_shard": {"overlap_grad_reduce": True},
-    "optim": {},
-    "optim_grads": {},
-    "optim_grads_params": {},
-    "optim_grads, in the collective": {"average_in_collective": True},
-}
-"""Each strategy as this release reduces it."""
-if megatron_release() > (0, 16):  # stock does not build it without experts
-    del RIGHT["optim_grads, in the collective"]
 BOTH = (False, True)
 
 
@@ -75,15 +66,8 @@ class Live:
         unit = Unit(has_expert=has_expert)
         self.weight = unit.dense
         self.expert = unit.experts.weight if has_expert else None
-        options = {**RIGHT.get(name, {}), **ddp}
-        strategy = name.partition(",")[0]
-        ddp_config = DistributedDataParallelConfig(
-            use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, **options
-        )
-        self.chunk = FullyShardedDataParallel(
-            config, ddp_config, Model(config, unit), fsdp_unit_modules=[Unit]
-        )
-        if no_sync and ddp_config.overlap_grad_reduce:  # as megatron.training does
+        self.chunk = wrapped(config, Model(config, unit), unit=Unit, **fsdp(name, **ddp))
+        if no_sync and self.chunk.ddp_config.overlap_grad_reduce:  # as megatron.training does
             config.no_sync_func = self.chunk.no_sync
         generator = torch.Generator().manual_seed(7 + dist.get_rank())
         self.xs = [torch.rand(T, generator=generator) for _ in range(m)]
@@ -124,20 +108,20 @@ class Live:
         self.schedule(loss_func)
         return self.gradient()
 
-    def ours(self, aggregator, *, zeroed=True, part=slice(None)):
-        """Train a schedule call of an aggregation."""
+    def ours(self, aggregator, *, zeroed=True, part=slice(None), change=lambda losses: losses):
+        """Train a schedule call of an aggregation; ``change``: of what it reduces."""
         counts = self.counts[part]
         first = range(len(self.xs))[part].start
         with aggregator.step(counts, num_microbatches=len(counts)) as step:
 
             def loss_func(i, losses):
                 mb = step.microbatch([i - first], self.masks[i], lengths=[T])
-                return mb.outputs(mb.reduce(losses))
+                return mb.outputs(mb.reduce(change(losses)))
 
             self.schedule(loss_func, zeroed=zeroed, part=part)
 
     def gradient(self, weight=None):
-        return whole_gradient([self.chunk], self.weight if weight is None else weight).double()
+        return whole_gradient(self.chunk, self.weight if weight is None else weight).double()
 
     def over_ranks(self, gradient):
         dist.all_reduce(gradient)
@@ -167,7 +151,7 @@ def by_hand(live, *, per_token):
 
 
 def check_stock_reduces_as_distributed_data_parallel_does():
-    for name, per_token, m in itertools.product(RIGHT, BOTH, (1, 3)):
+    for name, per_token, m in itertools.product(FSDP, BOTH, (1, 3)):
         if not (per_token and "collective" in name):
             live = Live(name, per_token=per_token, m=m)
             for _ in range(2):
@@ -175,7 +159,7 @@ def check_stock_reduces_as_distributed_data_parallel_does():
 
 
 def check_an_aggregation_is_trained_and_k_is_measured():
-    for name, per_token in itertools.product(RIGHT, BOTH):
+    for name, per_token in itertools.product(FSDP, BOTH):
         if per_token and "collective" in name:
             continue
         live = Live(name, per_token=per_token)
@@ -275,6 +259,49 @@ def check_gradients_of_an_earlier_call_and_a_flipped_loss_scaling_are_refused():
         aggregator.step(live.counts, num_microbatches=3)
     with refused("scales gradients by"):
         LossAggregator(live.chunk, "token_mean")
+
+
+def check_a_factor_of_a_group_that_changed_is_refused():
+    for name in FSDP:
+        live = Live(name)
+        aggregator = LossAggregator(live.chunk, "token_mean", options=Options(probe=False))
+        group = live.chunk.param_and_grad_buffer.parameter_groups[-1]
+        group.main_grad_buffer.gradient_scaling_factor = 0.25
+        with refused("scales gradients by"):
+            aggregator.step(live.counts, num_microbatches=3)
+
+
+def check_the_weights_at_the_models_losses_are_measured():
+    for name in FSDP:
+        live = Live(name)
+        aggregator = LossAggregator(live.chunk, "token_mean", options=Options(probe=False))
+        faults._warned.discard("multiplied losses")
+        words = "each token was trained with 2 = DP times its weight of token_mean"
+        with pytest.warns(RuntimeWarning, match=words):
+            live.ours(aggregator, change=lambda losses: 2 * losses)
+        assert same(live.gradient(), 2 * live.sum() / live.all_tokens), name
+
+
+def check_zero_gradients_are_warned_of_where_a_rank_adds_up_whole_ones():
+    def of_a_leaf(losses):
+        return losses.detach().requires_grad_()
+
+    live = Live("optim")
+    aggregator = LossAggregator(live.chunk, "token_mean", options=Options(probe=False))
+    faults._warned.discard("zero gradients")
+    with pytest.warns(RuntimeWarning, match="every gradient of the model that was looked at is 0"):
+        live.ours(aggregator, change=of_a_leaf)
+    faults._warned.discard("zero gradients")
+    for name in ("optim_grads", "optim_grads_params"):
+        live = Live(name)
+        live.masks = [(torch.arange(T) < 3).long() for _ in live.xs]  # of the first rank's shard
+        aggregator = LossAggregator(live.chunk, "token_mean", options=Options(probe=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            live.ours(aggregator)
+        shards = [gradient.any() for gradient in engine_of(live.chunk).gradients()]
+        assert any(shards) == (dist.get_rank() == 0), name
+        assert same(live.gradient(), live.sum() / live.all_tokens), name
 
 
 def check_a_deferred_step_is_divided_once_or_refused():

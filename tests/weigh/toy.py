@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import engines
 import numpy as np
 import tiny_gpt
 import token_model
@@ -15,11 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 
+from megatron_lossagg.contract.engine import engine_of
+from megatron_lossagg.verify.small_gpt import whole_gradient
 from megatron_lossagg.weigh.weighing import Weighing
 
-LENGTHS = (((3, 5), (4,)), ((2,), (6, 1)))
+LENGTHS = (((3, 5), (4,)), ((2,), (6, 1)), ((1, 2), (3,)), ((4,), (2, 2)))
 """Of the sequences of each microbatch of each data-parallel rank."""
 M = 2
 
@@ -70,9 +75,31 @@ def lengths_of(found):
 def chunk_of(num_tokens, *, per_token=False, finalize=finalize_model_grads, ddp=None, **config):
     made = tiny_gpt.config_of(per_token=per_token, **config)
     made.finalize_model_grads_func = finalize
-    chunk = token_model.wrapped(made, num_tokens, **(ddp or {}))
+    if "data_parallel_sharding_strategy" in (ddp or {}):
+        model = Held(made, num_tokens)
+        chunk = engines.wrapped(made, model, unit=token_model.OneWeightPerToken, **ddp)
+        if chunk.ddp_config.overlap_grad_reduce:  # as megatron.training does
+            made.no_sync_func = chunk.no_sync
+    else:
+        chunk = token_model.wrapped(made, num_tokens, **(ddp or {}))
     chunk.zero_grad_buffer()
     return chunk
+
+
+class Held(MegatronModule):
+    """The toy's weights in a submodule, which Megatron-FSDP gathers and frees as a whole."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config, num_tokens):
+        super().__init__(config)
+        self.unit = token_model.OneWeightPerToken(num_tokens)
+
+    def set_input_tensor(self, tensor):
+        """Take nothing: there is one stage."""
+
+    def forward(self, tokens):
+        return self.unit(tokens)
 
 
 def schedule(chunk, found, loss_func, weighing=None):
@@ -110,12 +137,9 @@ def stock(mine, losses):
 
 
 def gradient_of(chunk):
-    """Return the reduced gradient of each token, also of a distributed optimizer."""
-    from megatron_lossagg.verify.small_gpt import gather_gradients
-
-    if chunk.ddp_config.use_distributed_optimizer:
-        gather_gradients([chunk])
-    return chunk.module.weight.main_grad.double().numpy().copy()
+    """Return the reduced gradient of each token, whatever part of it each rank has."""
+    ((_, parameter),) = engine_of(chunk).parameters()
+    return whole_gradient(chunk, parameter).double().numpy()
 
 
 def weighed_step(chunk, found, loss_func=stock, weighing=None):

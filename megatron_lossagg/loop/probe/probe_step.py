@@ -104,9 +104,10 @@ class ProbeStep:
         """
         true = sum(map(self.own_gradient, range(self.scaling.dp_cp_size)))
         engine = engine_of(chunk)
-        yield engine.reduced("weights.dense") / true
+        weights = dict(engine.parameters())
+        yield engine.reduced(weights["weights.dense"])[0] / true
         if engine.has_experts:
-            gradient = engine.reduced("weights.experts.weight")
+            gradient, _ = engine.reduced(weights["weights.experts.weight"])
             of_experts = torch.full((), self.own_gradient(self._rank), device=gradient.device)
             dist.all_reduce(of_experts, group=engine.expert_group)
             yield gradient / of_experts
