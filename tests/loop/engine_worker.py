@@ -4,6 +4,7 @@ Its model has one weight per position, and a token's loss is ``w_t x_t``: gradie
 hand, in float64.
 """
 
+import functools
 import itertools
 from unittest.mock import patch
 
@@ -23,6 +24,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.release import megatron_release
+from megatron_lossagg.integrations.bridge import BridgeIntegration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.small_gpt import whole_gradient
 
@@ -124,6 +127,29 @@ class Live:
         self.schedule(loss_func)
         return self.gradient()
 
+    def hooked(self, hook):
+        """Train as a framework does whose schedule is hooked."""
+
+        def loss_func(mask, losses):
+            total, n = (losses * mask).sum(), mask.sum().int()
+            return total, n, {"lm loss": torch.stack([total.detach(), n])}
+
+        def forward_step(iterator, chunk):
+            data = next(iterator)
+            return chunk(data["x"]), functools.partial(loss_func, data["loss_mask"])
+
+        pairs = zip(self.xs, self.masks, strict=True)
+        self.chunk.zero_grad_buffer()
+        hook.wrap(get_forward_backward_func())(
+            forward_step_func=forward_step,
+            data_iterator=iter([{"x": x[None], "loss_mask": mask[None]} for x, mask in pairs]),
+            model=[self.chunk],
+            num_microbatches=len(self.xs),
+            seq_length=T,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
     def ours(self, aggregator, *, zeroed=True, part=slice(None)):
         """Train a schedule call of an aggregation."""
         counts = self.counts[part]
@@ -189,6 +215,22 @@ def check_an_aggregation_is_trained_and_k_is_measured():
         for _ in range(2):
             live.ours(aggregator)
             assert same(live.gradient(), live.sum() / live.all_tokens), (name, per_token)
+
+
+def check_what_the_hook_asks_of_a_loss_reduces_no_gradient():
+    for name, per_token in itertools.product(RIGHT, BOTH):
+        if per_token and "collective" in name:
+            continue
+        live = Live(name, per_token=per_token)
+        hook = ScheduleHook("token_mean", BridgeIntegration(), options=Options(probe=False))
+        pipeline = param_and_grad_buffer.GradReducePipeline
+        stock = pipeline.reduce_gradients
+        with patch.object(pipeline, "reduce_gradients", autospec=True, side_effect=stock) as spy:
+            live.stock()
+            alone = spy.call_count
+            live.hooked(hook)
+        assert spy.call_count == 2 * alone, name
+        assert same(live.gradient(), live.sum() / live.all_tokens), (name, per_token)
 
 
 def check_a_wrong_factor_is_measured_by_the_probe():
