@@ -263,10 +263,15 @@ def check_a_no_sync_func_that_is_missing_or_reduces_twice_is_refused():
         assert same(live.gradient(), live.sum() / live.all_tokens)
     live = Live("optim", per_token=True)
     live.chunk.config.no_sync_func = live.chunk.no_sync
-    assert not same(live.stock(), by_hand(live, per_token=True))
+    is_right = same(live.stock(), by_hand(live, per_token=True))
+    assert is_right == (megatron_release() >= (0, 20))
     aggregator = LossAggregator(live.chunk, "token_mean")
-    with refused("config.no_sync_func without overlap_grad_reduce", "twice"):
-        aggregator.step(live.counts, num_microbatches=3)
+    if is_right:
+        live.ours(aggregator)
+        assert same(live.gradient(), live.sum() / live.all_tokens)
+    else:
+        with refused("config.no_sync_func without overlap_grad_reduce", "twice"):
+            aggregator.step(live.counts, num_microbatches=3)
     live = Live("optim_grads", no_sync=False)  # reduces in each microbatch
     live.ours(LossAggregator(live.chunk, "token_mean"))
     assert same(live.gradient(), live.sum() / live.all_tokens)
@@ -290,15 +295,24 @@ def check_what_a_release_reduces_wrongly_is_refused_by_name():
         LossAggregator(live.chunk, "token_mean", options=options)
 
 
-def check_experts_of_one_rank_each_are_refused_where_their_gradients_double():
-    live = Live("optim_grads", has_expert=True, per_token=True)
-    live.stock()
-    terms = [x.double() * mask for x, mask in zip(live.xs, live.masks, strict=True)]
-    wanted = torch.stack(terms).sum(0) / live.all_tokens
-    if megatron_release() < (0, 17):
-        assert not same(live.gradient(live.expert), wanted)
-    with refused("optim_grads over one rank", "Megatron-LM#6660", "more ranks for each expert"):
-        LossAggregator(live.chunk, "token_mean")
+def check_experts_of_one_rank_each_are_refused_where_each_microbatch_changes_the_sum():
+    since_17 = megatron_release() >= (0, 17)
+    of_dtype = [{"megatron_fsdp_grad_comm_dtype": torch.bfloat16}] if since_17 else []
+    for per_token, more in itertools.product(BOTH, ({}, *of_dtype)):
+        live = Live("optim_grads", has_expert=True, per_token=per_token, **more)
+        live.stock()
+        terms = [x.double() * mask for x, mask in zip(live.xs, live.masks, strict=True)]
+        m = len(terms) * dist.get_world_size()
+        counts = [live.all_tokens if per_token else n * m for n in live.counts]
+        wanted = sum(term / n for term, n in zip(terms, counts, strict=True))
+        is_right = since_17 and per_token and not more
+        assert same(live.gradient(live.expert), wanted) == is_right
+        if is_right:
+            live.ours(LossAggregator(live.chunk, "token_mean"))
+            assert same(live.gradient(live.expert), wanted)
+        else:
+            with refused("optim_grads over one rank", "Megatron-LM#6660", "more ranks for each"):
+                LossAggregator(live.chunk, "token_mean", options=Options(probe=False))
     live = Live("optim", has_expert=True)
     LossAggregator(live.chunk, "token_mean")
     live = Live("optim", has_expert=True, average_in_collective=True)

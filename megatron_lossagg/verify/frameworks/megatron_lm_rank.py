@@ -112,20 +112,24 @@ def watch(training: Any, write: _Write) -> None:
 @contextmanager
 def _own_weights_wrapped() -> Iterator[None]:
     """Let Megatron-FSDP, which copies a model's weights while it wraps it, wrap our own."""
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 
-    wrap = FullyShardedDataParallel.__init__
+    name = "FullyShardedDataParallel"  # after 0.19 a function
+    wrapper = getattr(adapter, f"{name}V1", None) or getattr(adapter, name)
+    wrap = wrapper.__init__
 
     @functools.wraps(wrap)
-    def wrap_own(self: Any, config: Any, ddp_config: Any, module: Any, **kwargs: Any) -> None:
+    def wrap_own(
+        self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
+    ) -> None:
         cpu.initialize_weights([module], seed=5)
-        wrap(self, config, ddp_config, module, **kwargs)
+        wrap(self, config, ddp_config, module, *args, **kwargs)
 
-    FullyShardedDataParallel.__init__ = wrap_own
+    wrapper.__init__ = wrap_own
     try:
         yield
     finally:
-        FullyShardedDataParallel.__init__ = wrap
+        wrapper.__init__ = wrap
 
 
 def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
