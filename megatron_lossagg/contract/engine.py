@@ -303,6 +303,17 @@ class _MegatronFsdp(Engine):
                 f"{at} and overlap_grad_reduce, which adds a rank's own gradients to the reduced "
                 "ones: leave overlap_grad_reduce False"
             )
+        if self._is_hybrid and not strategy.startswith("optim_grads") and not self._overlaps:
+            return (
+                f"{at} in several optimizer instances without overlap_grad_reduce, which reduces "
+                "gradients within each instance only: set it, or take 'optim_grads'"
+            )
+        if len(self.factors(of_experts=False)) > 1:
+            return (
+                f"{at} and outer_dp_sharding_strategy in the average loss scaling, which adds "
+                "gradients over ranks and does not average them: train with "
+                "calculate_per_token_loss, or leave outer_dp_sharding_strategy 'no_shard'"
+            )
         if strategy.startswith("optim_grads") and any(map(self._reduces_again, self._buffers)):
             return (
                 f"{at} over one rank, where each microbatch doubles or scales once more what "

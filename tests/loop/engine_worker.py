@@ -13,8 +13,11 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from einops import EinopsError
 from live_steps import refused
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.enums import ModelType
@@ -318,6 +321,18 @@ def check_experts_of_one_rank_each_are_refused_where_each_microbatch_changes_the
     live = Live("optim", has_expert=True, average_in_collective=True)
     with refused("average_in_collective with expert parallelism"):
         LossAggregator(live.chunk, "token_mean")
+
+
+def check_stock_has_no_buffers_of_float64_and_no_mesh_of_pipeline_stages():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(KeyError, match=r"torch\.float64"):
+            Live("optim")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    alone = parallel_state.get_tensor_model_parallel_group()
+    with pytest.raises(EinopsError, match="Shape mismatch, 2 != 1"):
+        mcore_fsdp_adapter._get_dp_tp_mesh(alone, alone)  # of two stages of one rank
 
 
 def check_gradients_of_an_earlier_call_and_a_flipped_loss_scaling_are_refused():

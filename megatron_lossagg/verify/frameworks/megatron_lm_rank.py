@@ -97,7 +97,7 @@ def watch(training: Any, write: _Write) -> None:
     def setup_with_own_weights(*args: Any, **kwargs: Any) -> Any:
         options = training.get_args()
         is_sharded = getattr(options, "use_megatron_fsdp", False)
-        with _own_weights_wrapped() if is_sharded else nullcontext():
+        with own_weights_wrapped() if is_sharded else nullcontext():
             out = setup(*args, **kwargs)
         # A float32 optimizer has no copies of the weights.
         if options.iteration == 0 and not (options.finetune or is_sharded):
@@ -110,8 +110,11 @@ def watch(training: Any, write: _Write) -> None:
 
 
 @contextmanager
-def _own_weights_wrapped() -> Iterator[None]:
-    """Let Megatron-FSDP, which copies a model's weights while it wraps it, wrap our own."""
+def own_weights_wrapped() -> Iterator[None]:
+    """Let Megatron-FSDP, which copies a model's weights while it wraps it, wrap our own.
+
+    No collective.
+    """
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 
     name = "FullyShardedDataParallel"  # after 0.19 a function
