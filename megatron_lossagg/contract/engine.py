@@ -372,11 +372,23 @@ class _MegatronFsdp(Engine):
                 f"{at} and overlap_grad_reduce, which adds a rank's own gradients to the reduced "
                 "ones: leave overlap_grad_reduce False"
             )
-        if self.adds_up_shards and min(sizes) == 1 and release < (0, 20):
+        if self._is_hybrid and not strategy.startswith("optim_grads") and not self._overlaps:
             return (
-                f"{at} over one rank, whose gradients each microbatch may double "
-                "(Megatron-LM#6660): take data_parallel_sharding_strategy 'optim', or more ranks "
-                "for each expert"
+                f"{at} in several optimizer instances without overlap_grad_reduce, which reduces "
+                "gradients within each instance only: set it, or take 'optim_grads'"
+            )
+        if len(self.factors(of_experts=False)) > 1:
+            return (
+                f"{at} and outer_dp_sharding_strategy in the average loss scaling, which adds "
+                "gradients over ranks and does not average them: train with "
+                "calculate_per_token_loss, or leave outer_dp_sharding_strategy 'no_shard'"
+            )
+        if strategy.startswith("optim_grads") and any(map(self._reduces_again, self._buffers)):
+            return (
+                f"{at} over one rank, where each microbatch doubles or scales once more what "
+                "earlier ones have added up (Megatron-LM#6660): take "
+                "data_parallel_sharding_strategy 'optim', or more ranks for each expert and "
+                "instance"
             )
         if ddp.average_in_collective and len(set(sizes)) > 1:
             return (
@@ -384,6 +396,16 @@ class _MegatronFsdp(Engine):
                 "gradients over the ranks of each expert only: leave average_in_collective False"
             )
         return ""
+
+    def _reduces_again(self, found: tuple[Any, bool]) -> bool:
+        """Whether each microbatch changes what a buffer of one rank has added up."""
+        buffer, _ = found
+        dtype = getattr(self.chunk.ddp_config, "megatron_fsdp_grad_comm_dtype", None)
+        return dist.get_world_size(buffer.data_parallel_group) == 1 and (
+            megatron_release() < (0, 17)
+            or buffer.gradient_scaling_factor not in (None, 1)
+            or dtype not in (None, buffer.dtype)
+        )
 
     def factors(self, *, of_experts: bool) -> set[float]:
         found = [
@@ -444,8 +466,10 @@ class _MegatronFsdp(Engine):
 
     @property
     def reduces_twice_in_no_sync(self) -> bool:
-        # From then on every microbatch is the last one, which reduces without the overlap too.
-        return self._reduces_last and not self._overlaps
+        # From then on every microbatch is the last one, which reduces without the overlap too;
+        # from 0.20 on not in one instance.
+        is_wrong = self._is_hybrid or megatron_release() < (0, 20)
+        return is_wrong and self._reduces_last and not self._overlaps
 
     def hold(self) -> AbstractContextManager[None]:
         return nullcontext()

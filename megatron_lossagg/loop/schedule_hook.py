@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -338,9 +339,12 @@ class _Replay:
     def _taken_apart(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> tuple[FrameworkLoss, Microbatch]:
-        # Before loss_func, which may change the output in place.
-        is_close = self._looks_closely and output.requires_grad
-        edge = get_gradient_edge(output) if is_close else None
+        edge = None
+        if self._looks_closely and output.requires_grad:
+            # What looks at gradients here must not run the output's own hooks, in which
+            # Megatron-FSDP reduces. Not a view, because loss_func may change it in place.
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+            edge = get_gradient_edge(output)
         framework = self._integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:

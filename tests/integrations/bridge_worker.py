@@ -7,10 +7,12 @@ rank 0, if it is the only one, ``sample_mean`` by the reference, or ``token_mean
 trained. AGGREGATION ``stock``: the recipe's call is left out; ``stock+MODES``: it asks for shadows
 only. With a mode, the steps' numbers and hashes of their record are written too. Weights and data
 do not depend on the layout. ``START=FILE`` begins with the weights that a run with ``KEEP=FILE``
-ended with, in place of a checkpoint. ``PICTURES=inside``: Bridge's ``vlm_step`` on a model of
+ended with, in place of a checkpoint. ``FSDP=optim_grads``: on Megatron-FSDP with this sharding
+strategy. ``PICTURES=inside``: Bridge's ``vlm_step`` on a model of
 ``bridge_pictures.py``. ``LLAMA_FACTORY=sft``: LLaMA-Factory's function of that name starts Bridge.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -48,11 +50,17 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.frameworks.megatron_lm_rank import wanted
+from megatron_lossagg.verify.frameworks.megatron_lm_rank import own_weights_wrapped, wanted
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3
 PICTURES = os.environ.get("PICTURES", "")
 """Whether and where the model takes pictures in: ``inside`` the text, or ``in front`` of it."""
+FSDP = os.environ.get("FSDP", "")
+SHARDED = {
+    "use_megatron_fsdp": True,
+    "use_distributed_optimizer": True,
+    "data_parallel_sharding_strategy": FSDP,
+}
 CUTS = ([0, 8, 32], [0, 4, 12, 32], [0, 32], [0, 20, 24, 32])
 """Where the conversations of each entry of a batch begin and end; multiples of 2 CP."""
 
@@ -150,12 +158,15 @@ def configuration(cp, *, per_token, evaluation_cp):
             end_weight_decay=0.0,
         ),
         ddp=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, average_in_collective=False, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True,
+            average_in_collective=False,
+            overlap_grad_reduce=False,
+            **(SHARDED if FSDP else {}),
         ),
         dataset=Provider(dataloader_type="single", num_workers=0),
         logger=LoggerConfig(log_interval=1),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
-        checkpoint=CheckpointConfig(save=None),
+        checkpoint=CheckpointConfig(save=None, **({"ckpt_format": "fsdp_dtensor"} if FSDP else {})),
         rng=RNGConfig(seed=1),
         dist=DistributedInitConfig(
             distributed_backend="gloo", eval_context_parallel_size=evaluation_cp
@@ -193,7 +204,8 @@ def main(path, aggregation, cp, loss_scaling, evaluation_cp):
     trained, reference, evaluated = [], [], []
 
     def on_train_start(context):
-        cpu.initialize_weights(context.model, seed=5)
+        if not FSDP:
+            cpu.initialize_weights(context.model, seed=5)
         if start := os.environ.get("START"):
             context.model[0].module.load_state_dict(torch.load(start))
             context.optimizer.reload_model_params()
@@ -225,7 +237,8 @@ def main(path, aggregation, cp, loss_scaling, evaluation_cp):
         llama_factory.run(stage, config, callbacks)
     else:
         step = vlm_step.forward_step if PICTURES else gpt_step.forward_step
-        pretrain(config, step, callbacks=callbacks)
+        with own_weights_wrapped() if FSDP else contextlib.nullcontext():
+            pretrain(config, step, callbacks=callbacks)
     written = {"steps": trained, "reference": reference, "evaluated": evaluated}
     lines = record.read_text().splitlines() if record.exists() else []
     written["record"] = [[line["step"], line["weights"]] for line in map(json.loads, lines)]

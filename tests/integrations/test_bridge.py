@@ -9,7 +9,7 @@ import json
 import pytest
 from bridge_runs import BETWEEN_LAYOUTS, LAYOUTS, NEEDS, run_of, runs_of
 from conftest import TESTS
-from laws import Comparison, Laws, PretrainingLaws, close
+from laws import Comparison, Laws, PretrainingLaws, assert_same, close
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.frameworks.run_checks import FrameworkJob
@@ -50,6 +50,15 @@ def on_one_process(alone):
 def in_layout(bridge, alone, request):
     numbers = bridge("sample_mean", *LAYOUTS[request.param])
     return Comparison(run=run_of(numbers), wanted=run_of(alone), tolerance=BETWEEN_LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", ["DP 2", "CP 2, per-token"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_on_megatron_fsdp_bridge_trains_and_evaluates_the_same_loss(
+    bridge, alone, strategy, layout
+):
+    numbers = bridge("sample_mean", *LAYOUTS[layout], FSDP=strategy)
+    assert_same(run_of(numbers), run_of(alone), BETWEEN_LAYOUTS)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ Its model has one weight per position, and a token's loss is ``w_t x_t``: gradie
 hand, in float64.
 """
 
+import functools
 import itertools
 import warnings
 from unittest.mock import patch
@@ -13,8 +14,11 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from einops import EinopsError
 from engines import FSDP, fsdp, wrapped
 from live_steps import refused
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,6 +27,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.release import megatron_release
+from megatron_lossagg.integrations.bridge import BridgeIntegration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.small_gpt import whole_gradient
@@ -108,6 +114,29 @@ class Live:
         self.schedule(loss_func)
         return self.gradient()
 
+    def hooked(self, hook):
+        """Train as a framework does whose schedule is hooked."""
+
+        def loss_func(mask, losses):
+            total, n = (losses * mask).sum(), mask.sum().int()
+            return total, n, {"lm loss": torch.stack([total.detach(), n])}
+
+        def forward_step(iterator, chunk):
+            data = next(iterator)
+            return chunk(data["x"]), functools.partial(loss_func, data["loss_mask"])
+
+        pairs = zip(self.xs, self.masks, strict=True)
+        self.chunk.zero_grad_buffer()
+        hook.wrap(get_forward_backward_func())(
+            forward_step_func=forward_step,
+            data_iterator=iter([{"x": x[None], "loss_mask": mask[None]} for x, mask in pairs]),
+            model=[self.chunk],
+            num_microbatches=len(self.xs),
+            seq_length=T,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
     def ours(self, aggregator, *, zeroed=True, part=slice(None), change=lambda losses: losses):
         """Train a schedule call of an aggregation; ``change``: of what it reduces."""
         counts = self.counts[part]
@@ -175,6 +204,22 @@ def check_an_aggregation_is_trained_and_k_is_measured():
             assert same(live.gradient(), live.sum() / live.all_tokens), (name, per_token)
 
 
+def check_what_the_hook_asks_of_a_loss_reduces_no_gradient():
+    for name, per_token in itertools.product(FSDP, BOTH):
+        if per_token and "collective" in name:
+            continue
+        live = Live(name, per_token=per_token)
+        hook = ScheduleHook("token_mean", BridgeIntegration(), options=Options(probe=False))
+        pipeline = param_and_grad_buffer.GradReducePipeline
+        stock = pipeline.reduce_gradients
+        with patch.object(pipeline, "reduce_gradients", autospec=True, side_effect=stock) as spy:
+            live.stock()
+            alone = spy.call_count
+            live.hooked(hook)
+        assert spy.call_count == 2 * alone, name
+        assert same(live.gradient(), live.sum() / live.all_tokens), (name, per_token)
+
+
 def check_a_wrong_factor_is_measured_by_the_probe():
     stock = param_and_grad_buffer.gradient_reduce_preprocessing
 
@@ -205,10 +250,15 @@ def check_a_no_sync_func_that_is_missing_or_reduces_twice_is_refused():
         assert same(live.gradient(), live.sum() / live.all_tokens)
     live = Live("optim", per_token=True)
     live.chunk.config.no_sync_func = live.chunk.no_sync
-    assert not same(live.stock(), by_hand(live, per_token=True))
+    is_right = same(live.stock(), by_hand(live, per_token=True))
+    assert is_right == (megatron_release() >= (0, 20))
     aggregator = LossAggregator(live.chunk, "token_mean")
-    with refused("config.no_sync_func without overlap_grad_reduce", "twice"):
-        aggregator.step(live.counts, num_microbatches=3)
+    if is_right:
+        live.ours(aggregator)
+        assert same(live.gradient(), live.sum() / live.all_tokens)
+    else:
+        with refused("config.no_sync_func without overlap_grad_reduce", "twice"):
+            aggregator.step(live.counts, num_microbatches=3)
     live = Live("optim_grads", no_sync=False)  # reduces in each microbatch
     live.ours(LossAggregator(live.chunk, "token_mean"))
     assert same(live.gradient(), live.sum() / live.all_tokens)
@@ -232,20 +282,41 @@ def check_what_a_release_reduces_wrongly_is_refused_by_name():
         LossAggregator(live.chunk, "token_mean", options=options)
 
 
-def check_experts_of_one_rank_each_are_refused_where_their_gradients_double():
-    live = Live("optim_grads", has_expert=True, per_token=True)
-    live.stock()
-    terms = [x.double() * mask for x, mask in zip(live.xs, live.masks, strict=True)]
-    wanted = torch.stack(terms).sum(0) / live.all_tokens
-    if megatron_release() < (0, 17):
-        assert not same(live.gradient(live.expert), wanted)
-    with refused("optim_grads over one rank", "Megatron-LM#6660", "more ranks for each expert"):
-        LossAggregator(live.chunk, "token_mean")
+def check_experts_of_one_rank_each_are_refused_where_each_microbatch_changes_the_sum():
+    since_17 = megatron_release() >= (0, 17)
+    of_dtype = [{"megatron_fsdp_grad_comm_dtype": torch.bfloat16}] if since_17 else []
+    for per_token, more in itertools.product(BOTH, ({}, *of_dtype)):
+        live = Live("optim_grads", has_expert=True, per_token=per_token, **more)
+        live.stock()
+        terms = [x.double() * mask for x, mask in zip(live.xs, live.masks, strict=True)]
+        m = len(terms) * dist.get_world_size()
+        counts = [live.all_tokens if per_token else n * m for n in live.counts]
+        wanted = sum(term / n for term, n in zip(terms, counts, strict=True))
+        is_right = since_17 and per_token and not more
+        assert same(live.gradient(live.expert), wanted) == is_right
+        if is_right:
+            live.ours(LossAggregator(live.chunk, "token_mean"))
+            assert same(live.gradient(live.expert), wanted)
+        else:
+            with refused("optim_grads over one rank", "Megatron-LM#6660", "more ranks for each"):
+                LossAggregator(live.chunk, "token_mean", options=Options(probe=False))
     live = Live("optim", has_expert=True)
     LossAggregator(live.chunk, "token_mean")
     live = Live("optim", has_expert=True, average_in_collective=True)
     with refused("average_in_collective with expert parallelism"):
         LossAggregator(live.chunk, "token_mean")
+
+
+def check_stock_has_no_buffers_of_float64_and_no_mesh_of_pipeline_stages():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(KeyError, match=r"torch\.float64"):
+            Live("optim")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    alone = parallel_state.get_tensor_model_parallel_group()
+    with pytest.raises(EinopsError, match="Shape mismatch, 2 != 1"):
+        mcore_fsdp_adapter._get_dp_tp_mesh(alone, alone)  # of two stages of one rank
 
 
 def check_gradients_of_an_earlier_call_and_a_flipped_loss_scaling_are_refused():

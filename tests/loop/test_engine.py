@@ -1,4 +1,4 @@
-"""Each ``check_`` of the worker passes on live Megatron-FSDP."""
+"""Each ``check_`` of the workers passes on live Megatron-FSDP."""
 
 from importlib.util import find_spec
 
@@ -9,3 +9,4 @@ pytestmark = pytest.mark.skipif(
     RELEASE < (0, 16) or find_spec("einops") is None, reason="refused, or without einops"
 )
 output, test_megatron_fsdp = each_check("loop/engine_worker.py", processes=2)
+of_four, test_instances = each_check("loop/hybrid_engine_worker.py", processes=4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -96,26 +97,42 @@ def watch(training: Any, write: _Write) -> None:
     def setup_with_own_weights(*args: Any, **kwargs: Any) -> Any:
         options = training.get_args()
         is_sharded = getattr(options, "use_megatron_fsdp", False)
-        if is_sharded:  # it copies them while it wraps; until 0.19 the model's provider comes first
-            args = (with_own_weights(args[0]), *args[1:])
-        out = setup(*args, **kwargs)
+        with own_weights_wrapped() if is_sharded else nullcontext():
+            out = setup(*args, **kwargs)
         # A float32 optimizer has no copies of the weights.
         if options.iteration == 0 and not (options.finetune or is_sharded):
             cpu.initialize_weights(out[0], seed=5)
         return out
 
-    def with_own_weights(model_provider: Any) -> Any:
-        @functools.wraps(model_provider)
-        def provide(*args: Any, **kwargs: Any) -> Any:
-            model = model_provider(*args, **kwargs)
-            cpu.initialize_weights([model], seed=5)
-            return model
-
-        return provide
-
     training.train_step, training.evaluate = watched_step, watched_evaluate
     training.evaluate_and_print_results = watched_print
     training.setup_model_and_optimizer = setup_with_own_weights
+
+
+@contextmanager
+def own_weights_wrapped() -> Iterator[None]:
+    """Let Megatron-FSDP, which copies a model's weights while it wraps it, wrap our own.
+
+    No collective.
+    """
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+
+    name = "FullyShardedDataParallel"  # after 0.19 a function
+    wrapper = getattr(adapter, f"{name}V1", None) or getattr(adapter, name)
+    wrap = wrapper.__init__
+
+    @functools.wraps(wrap)
+    def wrap_own(
+        self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        cpu.initialize_weights([module], seed=5)
+        wrap(self, config, ddp_config, module, *args, **kwargs)
+
+    wrapper.__init__ = wrap_own
+    try:
+        yield
+    finally:
+        wrapper.__init__ = wrap
 
 
 def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
