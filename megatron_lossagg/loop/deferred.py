@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_lossagg.contract.held_gradients import HeldGradients
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, deferred_factor
 from megatron_lossagg.contract.side_losses import side_losses_of
+from megatron_lossagg.contract.waiting import said_if_waiting
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.agreement import said_if_waiting
 from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.loop.first_step import say_counted

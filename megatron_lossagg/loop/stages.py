@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.waiting import said_if_waiting
 from megatron_lossagg.errors import ContractError, message_of
-from megatron_lossagg.guards.agreement import said_if_waiting
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.exchange import Exchange
 

@@ -15,7 +15,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.errors import ContractError, LossAggregationError, message_of, say
+from megatron_lossagg.contract.waiting import named_if_late
+from megatron_lossagg.errors import ContractError, LossAggregationError, message_of
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.calls import Arrived, Call, microbatches_of
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
@@ -37,10 +37,8 @@ LOSS = "loss"
 """The name of a loss of one term."""
 _SHOWN = 60
 """How long a sequence may be whose positions are shown."""
-_PATIENCE = 30.0
-_WAITS = (
-    "rank {} has waited {:g} s for other ranks to call weighed() or terms(): call it on every rank"
-)
+_WAITS = "call weighed() or terms(): call it on every rank"
+_NEVER = "called neither weighed() nor terms(), expected every rank to: call it on every rank"
 _Array = np.ndarray[Any, Any]
 Ids = Sequence[Hashable] | Tensor | _Array
 
@@ -244,13 +242,8 @@ class Weighing:
         found: list[Any] = [own]
         if dist.is_initialized():
             found = [None] * dist.get_world_size()
-            timer = Timer(_PATIENCE, say, [_WAITS.format(dist.get_rank(), _PATIENCE)])
-            timer.daemon = True
-            timer.start()
-            try:
+            with named_if_late(_WAITS, _NEVER):
                 dist.all_gather_object(found, own)
-            finally:
-                timer.cancel()
         refused = next((one for one in found if isinstance(one, str)), None)
         if refused is not None:
             raise ContractError(refused)

@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 from check_runner import run_checks
 
+from megatron_lossagg.contract import waiting
+from megatron_lossagg.contract.waiting import said_if_waiting
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards import agreement
-from megatron_lossagg.guards.agreement import agree, said_if_waiting
+from megatron_lossagg.guards.agreement import agree
 
 TIMEOUT = timedelta(seconds=1)
 """Of the process group in the last check, for which a rank never comes."""
@@ -20,7 +21,7 @@ TIMEOUT = timedelta(seconds=1)
 
 def check_ranks_that_come_in_time_are_not_named():
     said = io.StringIO()
-    with patch.object(agreement, "_PATIENCE", 20.0), contextlib.redirect_stderr(said):
+    with patch.object(waiting, "_PATIENCE", 20.0), contextlib.redirect_stderr(said):
         agree("", "the same")
         with pytest.raises(ContractError, match="rank 0 has mode 0, rank 1 has mode 1: start all"):
             agree("", f"mode {dist.get_rank()}")
@@ -29,7 +30,7 @@ def check_ranks_that_come_in_time_are_not_named():
 
 def check_a_rank_that_comes_late_is_named_and_waited_for():
     said = io.StringIO()
-    with patch.object(agreement, "_PATIENCE", 0.5), contextlib.redirect_stderr(said):
+    with patch.object(waiting, "_PATIENCE", 0.5), contextlib.redirect_stderr(said):
         if dist.get_rank() == 1:
             time.sleep(1.5)
         agree("", "the same")
@@ -40,7 +41,7 @@ def check_a_rank_that_comes_late_is_named_and_waited_for():
 
 def check_a_rank_that_waits_for_others_to_begin_a_step_says_so():
     said = io.StringIO()
-    with patch.object(agreement, "_PATIENCE", 0.5), contextlib.redirect_stderr(said):
+    with patch.object(waiting, "_PATIENCE", 0.5), contextlib.redirect_stderr(said):
         with said_if_waiting("an evaluation"):
             pass
         if dist.get_rank() == 1:  # the other one is in its model
