@@ -1,4 +1,4 @@
-"""What a step of this package tells a weighing that listens: ids, and the numbers of its mode.
+"""What a step of this package tells a weighing that listens: its plan, and each microbatch.
 
 Imports neither: a step calls :func:`tell` for each microbatch, and nobody may listen.
 """
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 listening: list[Callable[[Any, Any, Any], None]] = []
-"""Called with an aggregation, this rank's sequences, and those of a microbatch by position."""
+"""Called with a plan, a microbatch, and the positions of its sequences."""
 
 
-def tell(aggregation: Any, sequences: Any, numbers: Any) -> None:
+def tell(plan: Any, microbatch: Any, numbers: Any) -> None:
     """Tell who listens of a microbatch."""
     for one in listening:
-        one(aggregation, sequences, numbers)
+        one(plan, microbatch, numbers)
