@@ -227,9 +227,13 @@ def likely(found: Sequence[Explanation], *, is_mode: bool) -> list[str]:
     for one in able:
         if one.cost == least:
             of_kind.setdefault(one.kind, []).append(one)
-    # One number on two kinds is one cause.
+    # A number on two kinds is one cause.
     of_name = {its[0].name: its for its in reversed(of_kind.values())}
-    texts = [_text(its, found) for its in of_kind.values() if its is of_name[its[0].name]]
+    texts = [
+        _text(its, found)
+        for its in of_kind.values()
+        if not its[0].name or its is of_name[its[0].name]
+    ]
     texts = texts[: _MOST if least < _LAST else 1]
     return [f"or {text}" if number else text for number, text in enumerate(texts)]
 

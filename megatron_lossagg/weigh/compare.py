@@ -399,11 +399,17 @@ def _sequences(ranks: Sequence[RankWeights], f: float) -> list[WeighedSequence]:
                 sample=its[0].sample,
                 prompt=its[0].prompt,
                 group=its[0].group,
-                n=its[0].told if its[0].n is None else sum(part.counted for part in its),
+                n=_counted(its),
                 bounds=None if its[0].bounds is None else _bounds(f, trained),
             )
         )
     return found
+
+
+def _counted(parts: Sequence[Part]) -> float | None:
+    """Return what the step has told, or the sum of what tokens weigh; None if neither is known."""
+    is_known = parts[0].told is None and parts[0].n is not None
+    return sum(part.counted for part in parts) if is_known else parts[0].told
 
 
 def _bounds(f: float, parts: Sequence[Part]) -> tuple[float, float]:
