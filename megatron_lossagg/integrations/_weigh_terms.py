@@ -6,7 +6,7 @@ import functools
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,11 +57,13 @@ class TermsWeighing(ScriptWeighing):
         *,
         lengths: Sequence[int],
         frame: Any,
+        prompt: Sequence[Hashable] = (),
         **more: Any,
     ) -> Tensor:
         """Hear a term's losses of this rank's response tokens, if a step is weighed.
 
-        ``frame``: what reduces them.
+        ``frame``: what reduces them. ``prompt``: of each sequence, None of padding; each other one
+        is a sample, if there is no ``sample``.
         """
         if self._listening is None or not self.is_listening:
             return losses
@@ -72,6 +74,10 @@ class TermsWeighing(ScriptWeighing):
                 self._microbatch, self._is_new = self._microbatch + 1, False
                 self._sites.clear()
             more |= {"term": self._term(frame), "microbatch": self._microbatch}
+            if prompt:
+                place = self._listening.run.place.dp_rank, self._microbatch
+                each = [None if one is None else (*place, n) for n, one in enumerate(prompt)]
+                more = {"sample": each, "prompt": prompt, **more}
         return self._listening.losses(losses, mask, lengths=lengths, **more)
 
     def _term(self, frame: Any) -> str:

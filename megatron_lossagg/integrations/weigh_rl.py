@@ -76,6 +76,10 @@ class Where(NamedTuple):
     """The variable with a microbatch, in a function that calls the one that is heard."""
     names: Callable[[Any], Sequence[str] | None] = lambda batch: None
     """What it calls the sequences of a microbatch."""
+    ids: Callable[[Any, Sequence[int]], Mapping[str, Any]] = lambda batch, first: {}
+    """The ids of its sequences, as for a step, by the position of the first token of each."""
+    column: str = ""
+    """The column that ``ids`` reads."""
     prepare: Callable[[], None] = lambda: None
     """What it needs in this process beforehand."""
 
@@ -106,6 +110,8 @@ FRAMEWORKS: Mapping[str, Where] = {
             Reduction(_SKYRL_WORKER, "masked_mean", "tensor", "mask"),
         ],
         sums_gradients=False,
+        ids=_weigh_skyrl.ids_of,
+        column=_weigh_skyrl.IDS,
         prepare=_weigh_skyrl.carry,
     ),
     "nemo-rl": Where(
@@ -125,6 +131,8 @@ FRAMEWORKS: Mapping[str, Where] = {
         ],
         sums_gradients=True,
         batch="input_data",
+        ids=areal.ids_of,
+        column=areal.PROMPT,
     ),
     "ms-swift": Where(
         f"{_SWIFT}.base",
@@ -185,16 +193,25 @@ class _Weighing(TermsWeighing):
         sequences = np.repeat(np.arange(len(lengths)), lengths)[cp_rank::cp_size]
         index = torch.arange(cp_rank, losses.numel(), cp_size, device=losses.device)
         batch = _batch(frame, self.where, scale)
-        names = None if batch is None else self.where.names(batch)
+        names, first = None, np.minimum(np.cumsum(lengths) - lengths, max(losses.numel() - 1, 0))
+        ids: Mapping[str, Any] = {}
+        if batch is not None:
+            names, ids = self.where.names(batch), self.where.ids(batch, first)
+        mask = None if mask is None else mask.reshape(-1)[index]
+        times = None
+        if batch is not None and scale in batch.keys():  # noqa: SIM118  a TensorDict
+            times = batch[scale].expand_as(losses).reshape(-1)[index]
+            mask = None if mask is None else (mask != 0) & (times != 0)  # padding, or weighs 0
         heard = self.hear(
             losses.new_zeros(len(index), requires_grad=losses.requires_grad),
-            None if mask is None else mask.reshape(-1)[index],
+            mask,
             lengths=np.bincount(sequences, minlength=len(lengths)).tolist(),
             frame=frame,
             names=names if names and len(names) == len(lengths) else None,
+            **ids,
         )
-        if scale and batch is not None:
-            heard = heard * batch[scale].expand_as(losses).reshape(-1)[index].to(heard)
+        if times is not None:
+            heard = heard * times.to(heard)
         return losses.reshape(-1).index_add(0, index, heard).view_as(losses)
 
 
@@ -309,11 +326,11 @@ class _Variables(TorchFunctionMode):
 
 
 def _batch(frame: Any, where: Where, scale: str) -> Any:
-    """Return the nearest microbatch of a framework that has names or the scale."""
+    """Return the nearest microbatch of a framework that has names, ids or the scale."""
     while frame is not None:
         batch = frame.f_locals.get(where.batch)
         keys = batch.keys() if hasattr(batch, "keys") else ()
-        if scale in keys or (keys and where.names(batch) is not None):
+        if scale in keys or (keys and (where.names(batch) is not None or where.column in keys)):
             return batch
         frame = frame.f_back
     return None

@@ -31,7 +31,7 @@ from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed
 from megatron_lossagg.weigh.factors import run_of
 from megatron_lossagg.weigh.listen import is_in_backward, listen
 from megatron_lossagg.weigh.parameters import Listening
-from megatron_lossagg.weigh.told import listening
+from megatron_lossagg.weigh.told import listening, own
 
 LOSS = "loss"
 """The name of a loss of one term."""
@@ -47,7 +47,7 @@ class Told(NamedTuple):
     """What a step of this package has told of a microbatch."""
 
     ids: Mapping[str, Sequence[Any]]
-    keep: Tensor
+    keep: Tensor | None
     """The mask of the tokens that this rank holds."""
     token_weights: Tensor | None
 
@@ -148,7 +148,12 @@ class Weighing:
             for name, of in columns.items()
             if of is not None
         }
-        self._told.append(Told(ids, microbatch.keep, microbatch.token_weights))
+        masks = (None, None) if microbatch is None else (microbatch.keep, microbatch.token_weights)
+        self._told.append(Told(ids, *masks))
+        self._is_under(aggregation)
+
+    def _is_under(self, aggregation: Any) -> None:
+        """Compare with the run's own mode first."""
         for name in ("mode", "divisor", "exponent"):
             if (value := getattr(aggregation, name)) is not None:
                 self._given.setdefault(name, value)
@@ -243,19 +248,19 @@ class Weighing:
 
     def terms(self) -> dict[str, Weighed]:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
-        own: tuple[RankWeights, dict[str, RankWeights]] | str
+        here: tuple[RankWeights, dict[str, RankWeights]] | str
         try:
             of = {term: self.of_this_rank(term) for term in dict.fromkeys(self._terms)}
-            own = next(iter(of.values()), None) or self.of_this_rank(), of
+            here = next(iter(of.values()), None) or self.of_this_rank(), of
         except LossAggregationError as error:
-            own = str(error)
+            here = str(error)
         except Exception as error:  # whatever it is, no rank may leave the others waiting
-            own = message_of(error)
-        found: list[Any] = [own]
+            here = message_of(error)
+        found: list[Any] = [here]
         if dist.is_initialized():
             found = [None] * dist.get_world_size()
             with named_if_late(_WAITS, _NEVER):
-                dist.all_gather_object(found, own)
+                dist.all_gather_object(found, here)
         refused = next((one for one in found if isinstance(one, str)), None)
         if refused is not None:
             raise ContractError(refused)
@@ -291,6 +296,8 @@ class Weighing:
                 f"got {self._num_finalized} steps inside of one Weighing, expected one: make a "
                 "Weighing for each schedule call"
             )
+        for aggregation in own:
+            self._is_under(aggregation)
         counts, m = self.run.place.counts, self._num_microbatches
         of_term = {
             name: microbatches_of(
@@ -335,16 +342,22 @@ class Weighing:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
         parts: list[Part] = []
         first = 0
-        told = self._told[number] if is_told and len(calls) == 1 else None
+        told = self._told[number] if is_told else None
+        lengths = [() if one.trained.lengths is None else one.trained.lengths for one in calls]
+        total = sum(map(len, lengths)) if len(calls) > 1 else 0
         for call in calls:
-            found, num_sequences = self._parts_of(number, call, first, told)
+            found, num_sequences = self._parts_of(number, call, first, told, total)
             parts, first = parts + found, first + num_sequences
         return parts
 
     def _parts_of(
-        self, number: int, call: Call, first: int, told: Told | None
+        self, number: int, call: Call, first: int, told: Told | None, total: int
     ) -> tuple[list[Part], int]:
-        """Return the parts of a call, and how many sequences it has; ``first``: of its first."""
+        """Return the parts of a call, and how many sequences it has.
+
+        ``first``: of its first; ``total``: how many all calls of the microbatch have, 0 if it is
+        alone.
+        """
         heard, run = call.trained, self.run.of_microbatch(call.cp_group)
         num_tokens = int(np.prod(heard.shape))
         if heard.lengths is not None:
@@ -363,10 +376,11 @@ class Weighing:
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
         mask = heard.mask if heard.mask is not None else call.mask
-        values, ids = heard.token_weights, heard.ids
-        if told is not None and len(told.ids["sample"]) == num_sequences and not ids:
-            ids = told.ids
-            mask = told.keep if mask is None and len(told.keep) == held else mask
+        values, ids = heard.token_weights, heard.ids or call.ids
+        if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
+            ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
+            if mask is None and told.keep is not None and len(told.keep) == held:
+                mask = told.keep
             values = told.token_weights if values is None else values
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
         weight_T = np.zeros(num_tokens)
