@@ -9,6 +9,7 @@ NumPy only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -182,6 +183,11 @@ class Explanation(NamedTuple):
     is_mode: bool
     note: str
 
+    @property
+    def form(self) -> str:
+        """The kind, over whatever places it is."""
+        return re.sub("(per|each) [^,]+", "", self.kind)
+
 
 def explanations(step: Step, modes: Mapping[str, Array], tolerance: float) -> list[Explanation]:
     """List what explains the weights of all tokens; ``modes`` as for :func:`kinds`."""
@@ -227,13 +233,9 @@ def likely(found: Sequence[Explanation], *, is_mode: bool) -> list[str]:
     for one in able:
         if one.cost == least:
             of_kind.setdefault(one.kind, []).append(one)
-    # A number on two kinds is one cause.
-    of_name = {its[0].name: its for its in reversed(of_kind.values())}
-    texts = [
-        _text(its, found)
-        for its in of_kind.values()
-        if not its[0].name or its is of_name[its[0].name]
-    ]
+    # A number on two kinds is one cause, and so is a mean over places that are the same here.
+    alike = {its[0].name or its[0].form: kind for kind, its in reversed(of_kind.items())}
+    texts = [_text(its, found) for kind, its in of_kind.items() if kind in alike.values()]
     texts = texts[: _MOST if least < _LAST else 1]
     return [f"or {text}" if number else text for number, text in enumerate(texts)]
 

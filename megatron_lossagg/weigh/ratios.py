@@ -73,8 +73,8 @@ def equal_to(
     tolerance: float,
     only_products: bool = False,
 ) -> list[str]:
-    """Name the quotients with the fewest factors that equal a factor, the shortest first."""
-    among = quotients(sizes, counts)
+    """Name the quotients with the fewest factors that equal a factor; none of them equals 1."""
+    among = [one for one in quotients(sizes, counts) if not is_near(factor, 1, tolerance)]
     equal = near(factor, (one for one in among if one.is_product or not only_products), tolerance)
     return [one.name for one in equal if one.number == equal[0].number]
 

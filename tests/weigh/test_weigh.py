@@ -302,6 +302,7 @@ def test_the_object_has_one_entry_per_sequence_and_their_weights_sum():
         (1.5, True, []),
         (4.0, True, []),
         (0.0, False, []),
+        (1.0, False, []),
     ],
 )
 def test_the_quotients_with_the_fewest_factors_are_named(factor, only_products, names):
