@@ -95,6 +95,7 @@ class TermsWeighing(ScriptWeighing):
     ) -> Any:
         step = call["forward_step_func"]
         self._microbatch = -1
+        self._terms.clear()
 
         @functools.wraps(step)
         def forward_step(*args: Any, **kwargs: Any) -> Any:

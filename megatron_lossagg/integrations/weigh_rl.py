@@ -80,6 +80,8 @@ class Where(NamedTuple):
     """The ids of its sequences, as for a step, by the position of the first token of each."""
     column: str = ""
     """The column that ``ids`` reads."""
+    reduces: tuple[str, str] = ("", "")
+    """The module, and the method, that reduces gradients after the schedule, if it has one."""
     prepare: Callable[[], None] = lambda: None
     """What it needs in this process beforehand."""
 
@@ -112,6 +114,7 @@ FRAMEWORKS: Mapping[str, Where] = {
         sums_gradients=False,
         ids=_weigh_skyrl.ids_of,
         column=_weigh_skyrl.IDS,
+        reduces=(_SKYRL_WORKER, "MegatronModelWrapper.run_pending_grad_sync"),
         prepare=_weigh_skyrl.carry,
     ),
     "nemo-rl": Where(
@@ -154,12 +157,27 @@ class _Weighing(TermsWeighing):
 
     def __init__(self, where: Where, at: int, steps: int, *, report: Report) -> None:
         super().__init__(at, steps, report=report)
-        self.where = where
+        self.where, self.is_reduced_later = where, False
+        self._pending: Weighing | None = None
+        """A step whose gradients are not reduced yet."""
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
         cp_size, _ = _context_parallel()
         scale = 1 / cp_size if self.where.sums_gradients else 1.0
         return Weighing(chunks, num_microbatches=num_microbatches, loss_scale=scale)
+
+    def _end(self, weighing: Weighing) -> None:
+        self._pending = weighing
+        if not self.is_reduced_later:
+            self.reduced()
+
+    def reduced(self) -> None:
+        """Report a step whose gradients were reduced after it."""
+        if self._pending is not None:
+            weighing, self._pending = self._pending, None
+            if self.is_reduced_later:
+                weighing.reduced()
+            super()._end(weighing)
 
     def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
         if not any(step.sequences for step in terms.values()):
@@ -228,6 +246,10 @@ def install(
     weighing = _Weighing(where, at, steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=f"the training of {framework} on Megatron")
     where.prepare()
+    if method := _method(*where.reduces):
+        owner, name, stock = method
+        setattr(owner, name, _reducing(weighing, stock))
+        weighing.is_reduced_later = True
     found = [row.module for row in where.reductions if _listens(weighing, row)]
     if not any(not name.startswith(_OURS) for name in found):
         wanted = ", ".join(f"{row.module}.{row.function}" for row in where.reductions)
@@ -235,18 +257,37 @@ def install(
     return weighing
 
 
+def _method(module: str, function: str) -> tuple[Any, str, Any] | None:
+    """Return a function with what has it and its name there; None if this release lacks it."""
+    *path, name = function.split(".")
+    try:
+        owner: Any = importlib.import_module(module or "builtins")
+        owner = operator.attrgetter(".".join(path))(owner) if path else owner
+        return owner, name, getattr(owner, name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _reducing(weighing: _Weighing, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Report a step once its gradients are reduced."""
+
+    @functools.wraps(stock)
+    def reduces(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        weighing.reduced()
+        return made
+
+    return reduces
+
+
 def _listens(weighing: _Weighing, row: Reduction) -> bool:
     """Listen in a function, if this release has it."""
-    *path, name = row.function.split(".")
-    try:
-        module: Any = importlib.import_module(row.module)
-        owner = operator.attrgetter(".".join(path))(module) if path else module
-        stock = getattr(owner, name)
-    except (ImportError, AttributeError):
-        return False
-    make = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
-    setattr(owner, name, make(weighing, row, stock))
-    return True
+    found = _method(row.module, row.function)
+    if found is not None:
+        owner, name, stock = found
+        make = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
+        setattr(owner, name, make(weighing, row, stock))
+    return found is not None
 
 
 def _given(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -225,6 +225,10 @@ class Weighing:
         listen(listened, call.arrived)
         return listened
 
+    def reduced(self) -> None:
+        """Read gradients that were reduced after the block, by another than the schedule."""
+        self._parameters.finalized()
+
     def has_mask(self, mask: Tensor) -> None:
         """Take a mask for the last call, if it had none and it is of as many tokens."""
         if self._calls and self._calls[-1].mask is None:
