@@ -65,7 +65,7 @@ def named_if_late(waits: str, never: str) -> Iterator[None]:
 
     def report() -> None:
         if ranks := late():
-            say(f"rank {rank} has waited {_PATIENCE:g} s for {ranks} to {waits}")
+            say(f"rank {rank} has waited {_PATIENCE:g} s for {ranks}{waits}")
 
     try:
         with _after_a_while(report):

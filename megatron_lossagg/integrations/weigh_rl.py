@@ -80,6 +80,8 @@ class Where(NamedTuple):
     """The ids of its sequences, as for a step, by the position of the first token of each."""
     column: str = ""
     """The column that ``ids`` reads."""
+    is_by_call: bool = False
+    """Whether its loss function may be called for each sequence of a microbatch."""
     reduces: tuple[str, str] = ("", "")
     """The module, and the method, that reduces gradients after the schedule, if it has one."""
     prepare: Callable[[], None] = lambda: None
@@ -121,6 +123,7 @@ FRAMEWORKS: Mapping[str, Where] = {
         "nemo_rl.models.megatron.train",
         [Reduction("nemo_rl.algorithms.loss.loss_functions", "masked_mean", "values", None)],
         sums_gradients=True,
+        is_by_call=True,
     ),
     "areal": Where(
         "areal.engine.megatron_engine",
@@ -225,6 +228,7 @@ class _Weighing(TermsWeighing):
             mask,
             lengths=np.bincount(sequences, minlength=len(lengths)).tolist(),
             frame=frame,
+            is_by_call=self.where.is_by_call,
             names=names if names and len(names) == len(lengths) else None,
             **ids,
         )

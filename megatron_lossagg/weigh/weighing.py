@@ -37,7 +37,7 @@ LOSS = "loss"
 """The name of a loss of one term."""
 _SHOWN = 60
 """How long a sequence may be whose positions are shown."""
-_WAITS = "call weighed() or terms(): call it on every rank"
+_WAITS = " to call weighed() or terms(): call it on every rank"
 _NEVER = "called neither weighed() nor terms(), expected every rank to: call it on every rank"
 _Array = np.ndarray[Any, Any]
 Ids = Sequence[Hashable] | Tensor | _Array
