@@ -9,9 +9,7 @@ import torch.distributed as dist
 from megatron_lossagg.contract.waiting import named_if_late
 from megatron_lossagg.errors import ContractError
 
-_WAITS = (
-    " to begin the loss aggregation; a rank without the flags of --loss-aggregation never does"
-)
+_WAITS = " to begin the loss aggregation; a rank without the flags of --loss-aggregation never does"
 _NEVER = (
     "began no loss aggregation, expected every rank to: start all ranks with the same flags of "
     "--loss-aggregation"
