@@ -27,7 +27,9 @@ from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.weigh.compare import COMPARED, NEEDS, Weighed
 
 _OWN = ("--at", "--picture", "--expect", "--trust")
-"""Options of this command that no script of Megatron-LM's has."""
+"""Options of this command that no script of Megatron-LM's has, nor one like them."""
+_COMMON = ("--steps", "--stop", "--json")
+"""Others, which a script may have too."""
 _PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -118,11 +120,21 @@ def _check_place(args: argparse.Namespace) -> None:
     for option in args.arguments:
         name = option.partition("=")[0]
         found = get_close_matches(name, _OWN, n=1, cutoff=0.8) if name.startswith("--") else []
+        if name in _COMMON and not _is_of_script(name, Path(args.script)):
+            found = [name]
         if found:
             raise LossAggregationError(
                 f"got {name} after {args.script}, expected the options of lossagg weigh before it: "
                 f"lossagg weigh {found[0]} ... {args.script}"
             )
+
+
+def _is_of_script(option: str, script: Path) -> bool:
+    """Whether a script, a file beside it or Megatron-LM's training names an option."""
+    folders = (script.parent, script.parent / "megatron" / "training")
+    files = (file for folder in folders for file in folder.glob("*.py"))
+    texts = (file.read_text(errors="replace") for file in files)
+    return any(f"{option}{quote}" in text for text in texts for quote in "\"'")
 
 
 def _print_again(step: Weighed, args: argparse.Namespace, number: int) -> None:

@@ -32,7 +32,7 @@ from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import Line, StepLog, Term
 from megatron_lossagg.weigh.listen import listen
-from megatron_lossagg.weigh.ratios import equal_products
+from megatron_lossagg.weigh.ratios import equal_to
 
 _TOLERANCE = 1e-5
 _ENDS = "before mb.reduce; ignore this if that is meant"
@@ -284,7 +284,8 @@ def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None
         m, groups = step.scaling.num_microbatches, step.groups
         sizes = {"M": m, "DP": groups.dp_size, "CP": groups.cp_size}
         others = {"N": n} if n else {}
-        if products := equal_products(first, sizes, others, tolerance=tolerance):
+        products = equal_to(first, sizes, others, tolerance=tolerance, only_products=True)
+        if products:
             warn_once(
                 "multiplied losses",
                 f"each token was trained with {first:.6g} = {products[0]} times its weight of "

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.integrations._refusals import not_a_mask, replaced
+from megatron_lossagg.integrations._weigh_skyrl import column_of
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.plan import plan_step
@@ -42,6 +43,8 @@ class Reduction:
     """Sample of each sequence, if SkyRL trains step by step; None: each sequence is one."""
     weights: list[Tensor] = field(default_factory=list)
     """What each mini-batch's advantages were multiplied by, ``[its sequences, 1 or s]``."""
+    groups: list[str] = field(default_factory=list)
+    """Of each sequence, if they are counted."""
 
     @contextmanager
     def in_place(self, trainer: Any) -> Iterator[None]:
@@ -72,6 +75,15 @@ class Reduction:
         for (start, end), weights in zip(self.boundaries, self.weights, strict=True):
             weight_S[start:end] = weights.to(like)
         return weight_S
+
+    def ids(self, data: Any, prompt_boundaries: Sequence[tuple[int, int]] | None) -> Tensor:
+        """Return the ids of all sequences for weighing, int64 ``[sequences, 3]``."""
+        num = len(data["advantages"])
+        prompts = data.metadata.get("uids")
+        if prompts is None and prompt_boundaries is not None:
+            prompts = [n for n, (a, b) in enumerate(prompt_boundaries) for _ in range(b - a)]
+        samples = range(num) if self.samples is None else self.samples
+        return column_of(num, sample=samples, prompt=prompts, group=self.groups)
 
     def _own(self, own: Callable[..., Tensor], *, advantages: Tensor, **given: Any) -> Tensor:
         """Return what SkyRL's own does, which is proportional to advantages; keep its weights."""
@@ -104,6 +116,7 @@ class Reduction:
         groups = None
         if self.aggregation.mode == "balanced" and prompts is not None:
             groups = advantage_groups(prompts, advantages.cpu(), loss_mask.cpu(), samples)
+            self.groups += groups
         plan = plan_step(
             self.aggregation,
             Sequences(

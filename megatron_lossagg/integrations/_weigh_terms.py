@@ -6,7 +6,7 @@ import functools
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,8 @@ class TermsWeighing(ScriptWeighing):
         """The microbatch, and whether nothing of the next one has been heard."""
         self._sites: Counter[_Site] = Counter()
         """How often each place has reduced losses in this microbatch."""
+        self._frame: Any = None
+        """Of the last call, while a step is weighed."""
         self._terms: dict[str, list[tuple[_Site, int]]] = {}
         """Of each name, the places and their orders, each of which is a term."""
 
@@ -57,11 +59,15 @@ class TermsWeighing(ScriptWeighing):
         *,
         lengths: Sequence[int],
         frame: Any,
+        prompt: Sequence[Hashable] = (),
+        is_by_call: bool = False,
         **more: Any,
     ) -> Tensor:
         """Hear a term's losses of this rank's response tokens, if a step is weighed.
 
-        ``frame``: what reduces them.
+        ``frame``: what reduces them. ``prompt``: of each sequence, None of padding; each other one
+        is a sample, if there is no ``sample``. ``is_by_call``: another call of the function
+        whose frame it is has further sequences of the same terms.
         """
         if self._listening is None or not self.is_listening:
             return losses
@@ -71,7 +77,14 @@ class TermsWeighing(ScriptWeighing):
             if self._is_new:
                 self._microbatch, self._is_new = self._microbatch + 1, False
                 self._sites.clear()
+            if is_by_call and frame is not self._frame:
+                self._sites.clear()
+                self._frame = frame
             more |= {"term": self._term(frame), "microbatch": self._microbatch}
+            if prompt:
+                place = self._listening.run.place.dp_rank, self._microbatch
+                each = [None if one is None else (*place, n) for n, one in enumerate(prompt)]
+                more = {"sample": each, "prompt": prompt, **more}
         return self._listening.losses(losses, mask, lengths=lengths, **more)
 
     def _term(self, frame: Any) -> str:
@@ -89,13 +102,14 @@ class TermsWeighing(ScriptWeighing):
     ) -> Any:
         step = call["forward_step_func"]
         self._microbatch = -1
+        self._terms.clear()
 
         @functools.wraps(step)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             self._is_new = True
             return step(*args, **kwargs)
 
-        with replaced(self, _listening=weighing):
+        with replaced(self, _listening=weighing, _frame=None):
             return schedule(**{**call, "forward_step_func": forward_step})
 
 

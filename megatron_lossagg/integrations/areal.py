@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -41,11 +41,12 @@ from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.weigh import told
 
 _NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
 _VERSION = "use AReaL 4aef98d8"
-_PROMPT, SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
-"""Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others."""
+PROMPT, SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
+"""Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others, and pads with 0."""
 _COUNT_EMPTY = "loss_aggregation_count_empty"
 _SFT_LOSS = "compute_packed_sft_loss"
 _ENGINES = {"MegatronPPOActor": "LossAggregationActor", "MegatronLMEngine": "LossAggregationLM"}
@@ -137,11 +138,11 @@ def check_config(config: Any, aggregation: Aggregation) -> None:
 @contextmanager
 def _in_place_of_engines(config: Any, aggregation: Aggregation | None) -> Iterator[None]:
     """Let AReaL take this module's engines, and tell its workers the aggregation."""
-    told = variables() | ({} if aggregation is None else _variables(aggregation))
+    environment = variables() | ({} if aggregation is None else _variables(aggregation))
     engines = imported("areal.engine", expected=f"AReaL: {_VERSION}")
-    os.environ.update(told)  # AReaL's SPMD mode has its engines here
+    os.environ.update(environment)  # AReaL's SPMD mode has its engines here
     for spec in config.scheduling_spec:
-        spec.env_vars.update(told)
+        spec.env_vars.update(environment)
     ours = _WEIGHED if aggregation is None else _ENGINES
     with replaced(engines, **{name: _engine(one) for name, one in ours.items()}):
         yield
@@ -185,18 +186,8 @@ def _actor(base: Any) -> Any:
         """AReaL's actor; each step's advantages are multiplied by w_s N."""
 
         def ppo_update(self, data: list[dict[str, Any]]) -> Any:
-            """Name the prompts, each of which is one entry of ``data``, and train."""
-            if self.config.ppo_n_minibatches != 1:  # a prompt is in several steps
-                return super().ppo_update(data)
-            first = self.data_parallel_rank << 32
-            named = [
-                {
-                    **one,
-                    _PROMPT: torch.full_like(one["attention_mask"], first + n, dtype=torch.long),
-                }
-                for n, one in enumerate(data)
-            ]
-            return super().ppo_update(named)
+            """Name the prompts, and train."""
+            return super().ppo_update(_named(self, data))
 
         def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
             """Count the step and train it: one or two all-gathers over the data-parallel group."""
@@ -207,7 +198,8 @@ def _actor(base: Any) -> Any:
                     "got teacher_logp in a batch, expected none: the teacher's loss is a mean of "
                     "each microbatch; train without config.teacher"
                 )
-            scale_S = _scales(self, data, data.pop(_PROMPT, None), loss_weight_fn)
+            scale_S = _scales(self, data, data.get(PROMPT), loss_weight_fn)
+            told.own[:] = [_of_environment()]
             advantages = data["advantages"]
             scale = scale_S.to(advantages)[:, None].expand_as(advantages)
             data["advantages"], data[SCALE] = advantages * scale, scale.contiguous()
@@ -216,9 +208,30 @@ def _actor(base: Any) -> Any:
     return Actor
 
 
+def _named(engine: Any, data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the number of its prompt, from 1, to each entry of ``data``, which is one."""
+    first = (engine.data_parallel_rank << 32) + 1
+    return [
+        {**one, PROMPT: torch.full_like(one["attention_mask"], first + n, dtype=torch.long)}
+        for n, one in enumerate(data)
+    ]
+
+
+def ids_of(batch: Any, first: Sequence[int]) -> dict[str, Any]:
+    """Return the prompts of a packed microbatch's sequences, None of padding, for weighing."""
+    if PROMPT not in batch:
+        return {}
+    prompts = batch[PROMPT].reshape(-1)[torch.as_tensor(first)].tolist()
+    return {"prompt": [prompt or None for prompt in prompts]}
+
+
 def _weighed_actor(base: Any) -> Any:
     class Actor(base):  # type: ignore[misc]
         """AReaL's actor, which weighs its first step if its process was asked to."""
+
+        def ppo_update(self, data: list[dict[str, Any]]) -> Any:
+            """Name the prompts, and train."""
+            return super().ppo_update(_named(self, data))
 
         def train_batch(self, *args: Any, **kwargs: Any) -> Any:
             """Train the step."""

@@ -48,6 +48,7 @@ from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.table import StepTotals
+from megatron_lossagg.weigh.told import tell
 
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 _OF_A_SPLIT_STEP = {
@@ -319,6 +320,7 @@ class AggregatedLoss(PassedLoss):
                 f"{error}. NeMo-RL's split training steps pass 1 for the step's counts and divide "
                 "after the loss: pass split_steps=True, or train with grpo_train's own steps"
             ) from error
+        tell(plan, None, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1))
         weight_b[is_sequence_b] = (plan if self.split_steps else say_counted(plan)).weights
         if self.split_steps:  # of the microbatch so far; NeMo-RL divides by the step's count
             level, _ = _OF_A_SPLIT_STEP[self.aggregation.mode]

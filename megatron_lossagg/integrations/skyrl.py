@@ -45,7 +45,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations._refusals import not_a_mask, replaced
 from megatron_lossagg.integrations._skyrl_reduction import LAST_STEPS, Reduction, samples_of
-from megatron_lossagg.integrations._weigh_skyrl import SCALE, weighing_actor
+from megatron_lossagg.integrations._weigh_skyrl import IDS, SCALE, weighing_actor
 from megatron_lossagg.integrations._weigh_switch import WEIGH, is_asked, variables
 from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
@@ -98,8 +98,9 @@ def aggregated(
 
         def build_models(self, PolicyWorker: Any, *others: Any) -> Any:
             """Build SkyRL's models; if the run is weighed, a policy worker that listens."""
-            worker = weighing_actor(PolicyWorker) if is_asked() else PolicyWorker
-            return super().build_models(worker, *others)
+            if is_asked():
+                PolicyWorker = weighing_actor(PolicyWorker, aggregation)
+            return super().build_models(PolicyWorker, *others)
 
         def compute_advantages_and_returns(self, data: Any) -> Any:
             """Keep ``is_last_step``: SkyRL's loop drops it before :meth:`_normalize_advantages`."""
@@ -124,6 +125,7 @@ def aggregated(
                 data["loss_weights"] = reduction.column(data["advantages"])
             if is_asked():
                 data[SCALE] = reduction.column(data["advantages"])
+                data[IDS] = reduction.ids(data, prompt_boundaries).to(data["advantages"].device)
             return data
 
     return LossAggregationTrainer

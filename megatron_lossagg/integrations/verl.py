@@ -62,6 +62,7 @@ from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.weigh.told import tell
 
 VENDOR = "lossagg"
 """The value of ``VERL_ENGINE_VENDOR`` that selects the engine of this module."""
@@ -307,5 +308,6 @@ def with_plan(
     sequences = checked_integers("sequences", data[SEQUENCE], PlanError)
     if LOSS_WEIGHT in data.keys():  # noqa: SIM118  the plan has it
         arguments["data"] = data.exclude(LOSS_WEIGHT)
+    tell(plan, None, sequences)
     with _aggregated(_Microbatch(plan, sequences, dp_size)):
         return loss_function(**arguments)

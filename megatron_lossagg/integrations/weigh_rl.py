@@ -76,6 +76,14 @@ class Where(NamedTuple):
     """The variable with a microbatch, in a function that calls the one that is heard."""
     names: Callable[[Any], Sequence[str] | None] = lambda batch: None
     """What it calls the sequences of a microbatch."""
+    ids: Callable[[Any, Sequence[int]], Mapping[str, Any]] = lambda batch, first: {}
+    """The ids of its sequences, as for a step, by the position of the first token of each."""
+    column: str = ""
+    """The column that ``ids`` reads."""
+    is_by_call: bool = False
+    """Whether its loss function may be called for each sequence of a microbatch."""
+    reduces: tuple[str, str] = ("", "")
+    """The module, and the method, that reduces gradients after the schedule, if it has one."""
     prepare: Callable[[], None] = lambda: None
     """What it needs in this process beforehand."""
 
@@ -106,12 +114,16 @@ FRAMEWORKS: Mapping[str, Where] = {
             Reduction(_SKYRL_WORKER, "masked_mean", "tensor", "mask"),
         ],
         sums_gradients=False,
+        ids=_weigh_skyrl.ids_of,
+        column=_weigh_skyrl.IDS,
+        reduces=(_SKYRL_WORKER, "MegatronModelWrapper.run_pending_grad_sync"),
         prepare=_weigh_skyrl.carry,
     ),
     "nemo-rl": Where(
         "nemo_rl.models.megatron.train",
         [Reduction("nemo_rl.algorithms.loss.loss_functions", "masked_mean", "values", None)],
         sums_gradients=True,
+        is_by_call=True,
     ),
     "areal": Where(
         "areal.engine.megatron_engine",
@@ -125,6 +137,8 @@ FRAMEWORKS: Mapping[str, Where] = {
         ],
         sums_gradients=True,
         batch="input_data",
+        ids=areal.ids_of,
+        column=areal.PROMPT,
     ),
     "ms-swift": Where(
         f"{_SWIFT}.base",
@@ -146,12 +160,27 @@ class _Weighing(TermsWeighing):
 
     def __init__(self, where: Where, steps: int, *, report: Report) -> None:
         super().__init__(steps, report=report)
-        self.where = where
+        self.where, self.is_reduced_later = where, False
+        self._pending: Weighing | None = None
+        """A step whose gradients are not reduced yet."""
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
         cp_size, _ = _context_parallel()
         scale = 1 / cp_size if self.where.sums_gradients else 1.0
         return Weighing(chunks, num_microbatches=num_microbatches, loss_scale=scale)
+
+    def _end(self, weighing: Weighing) -> None:
+        self._pending = weighing
+        if not self.is_reduced_later:
+            self.reduced()
+
+    def reduced(self) -> None:
+        """Report a step whose gradients were reduced after it."""
+        if self._pending is not None:
+            weighing, self._pending = self._pending, None
+            if self.is_reduced_later:
+                weighing.reduced()
+            super()._end(weighing)
 
     def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
         if not any(step.sequences for step in terms.values()):
@@ -185,16 +214,26 @@ class _Weighing(TermsWeighing):
         sequences = np.repeat(np.arange(len(lengths)), lengths)[cp_rank::cp_size]
         index = torch.arange(cp_rank, losses.numel(), cp_size, device=losses.device)
         batch = _batch(frame, self.where, scale)
-        names = None if batch is None else self.where.names(batch)
+        names, first = None, np.minimum(np.cumsum(lengths) - lengths, max(losses.numel() - 1, 0))
+        ids: Mapping[str, Any] = {}
+        if batch is not None:
+            names, ids = self.where.names(batch), self.where.ids(batch, first)
+        mask = None if mask is None else mask.reshape(-1)[index]
+        times = None
+        if batch is not None and scale in batch.keys():  # noqa: SIM118  a TensorDict
+            times = batch[scale].expand_as(losses).reshape(-1)[index]
+            mask = None if mask is None else (mask != 0) & (times != 0)  # padding, or weighs 0
         heard = self.hear(
             losses.new_zeros(len(index), requires_grad=losses.requires_grad),
-            None if mask is None else mask.reshape(-1)[index],
+            mask,
             lengths=np.bincount(sequences, minlength=len(lengths)).tolist(),
             frame=frame,
+            is_by_call=self.where.is_by_call,
             names=names if names and len(names) == len(lengths) else None,
+            **ids,
         )
-        if scale and batch is not None:
-            heard = heard * batch[scale].expand_as(losses).reshape(-1)[index].to(heard)
+        if times is not None:
+            heard = heard * times.to(heard)
         return losses.reshape(-1).index_add(0, index, heard).view_as(losses)
 
 
@@ -210,6 +249,10 @@ def install(framework: str, *, steps: int = 1, report: Report = print_term) -> T
     weighing = _Weighing(where, steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=f"the training of {framework} on Megatron")
     where.prepare()
+    if method := _method(*where.reduces):
+        owner, name, stock = method
+        setattr(owner, name, _reducing(weighing, stock))
+        weighing.is_reduced_later = True
     found = [row.module for row in where.reductions if _listens(weighing, row)]
     if not any(not name.startswith(_OURS) for name in found):
         wanted = ", ".join(f"{row.module}.{row.function}" for row in where.reductions)
@@ -217,18 +260,37 @@ def install(framework: str, *, steps: int = 1, report: Report = print_term) -> T
     return weighing
 
 
+def _method(module: str, function: str) -> tuple[Any, str, Any] | None:
+    """Return a function with what has it and its name there; None if this release lacks it."""
+    *path, name = function.split(".")
+    try:
+        owner: Any = importlib.import_module(module or "builtins")
+        owner = operator.attrgetter(".".join(path))(owner) if path else owner
+        return owner, name, getattr(owner, name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _reducing(weighing: _Weighing, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Report a step once its gradients are reduced."""
+
+    @functools.wraps(stock)
+    def reduces(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        weighing.reduced()
+        return made
+
+    return reduces
+
+
 def _listens(weighing: _Weighing, row: Reduction) -> bool:
     """Listen in a function, if this release has it."""
-    *path, name = row.function.split(".")
-    try:
-        module: Any = importlib.import_module(row.module)
-        owner = operator.attrgetter(".".join(path))(module) if path else module
-        stock = getattr(owner, name)
-    except (ImportError, AttributeError):
-        return False
-    make = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
-    setattr(owner, name, make(weighing, row, stock))
-    return True
+    found = _method(row.module, row.function)
+    if found is not None:
+        owner, name, stock = found
+        make = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
+        setattr(owner, name, make(weighing, row, stock))
+    return found is not None
 
 
 def _given(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,7 +375,7 @@ class _Variables(TorchFunctionMode):
 
 
 def _batch(frame: Any, where: Where, scale: str) -> Any:
-    """Return the nearest microbatch of a framework that has names or the scale.
+    """Return the nearest microbatch of a framework that has names, ids or the scale.
 
     By the name of its callers' variable, since what reduces losses is not passed it. Without names
     sequences are numbered. The scale is a column that our integration adds.
@@ -321,7 +383,7 @@ def _batch(frame: Any, where: Where, scale: str) -> Any:
     while frame is not None:
         batch = frame.f_locals.get(where.batch)
         keys = batch.keys() if hasattr(batch, "keys") else ()
-        if scale in keys or (keys and where.names(batch) is not None):
+        if scale in keys or (keys and (where.names(batch) is not None or where.column in keys)):
             return batch
         frame = frame.f_back
     return None

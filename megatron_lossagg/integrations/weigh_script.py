@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +41,8 @@ class ScriptWeighing:
         """Training steps that came by."""
         self.weighed: list[Weighed] = []
         """The weighed steps, the same on every rank."""
+        self._before: Mapping[str, Weighed] = {}
+        """The terms of the step before."""
 
     def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned.
@@ -70,14 +72,22 @@ class ScriptWeighing:
         chunks = [*model] if isinstance(model, (list, tuple)) else [model]
         with self._begun(chunks, call["num_microbatches"]) as weighing:
             out = self._listen(weighing, schedule, call, chunks[-1])
-        terms = self._trained(weighing.terms())
+        self._end(weighing)
+        return out
+
+    def _end(self, weighing: Weighing) -> None:
+        """Report the step, whose gradients are reduced."""
+        terms = {
+            name: step.after(self._before.get(name))
+            for name, step in self._trained(weighing.terms()).items()
+        }
+        self._before = terms
         self.weighed.append(next(iter(terms.values())))
         if dist.get_rank() == 0:
             for term, step in terms.items():
                 self._report(step, self.num_steps, term)
         if self._stop and self.num_steps == self._last:
             raise SystemExit(0)
-        return out
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
         return Weighing(chunks, num_microbatches=num_microbatches)

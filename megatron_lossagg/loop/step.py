@@ -227,7 +227,7 @@ class Step:
             check_split(self._groups, layout)
         microbatch = Microbatch.of(plan, sequences, mask, layout, token_weights, self)
         if listening and not self.forward_only:
-            tell(plan.aggregation, plan.sequences, sequences)
+            tell(plan, microbatch, sequences)
         if positions is not None:
             past_end, faults = microbatch.num_past_end, plan.state.faults
             check_positions(positions, microbatch.keep, microbatch.line, past_end, faults)

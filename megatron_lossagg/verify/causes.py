@@ -19,7 +19,7 @@ from megatron_lossagg.verify.cases import Case, Expected
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment
-from megatron_lossagg.weigh.ratios import equal_products
+from megatron_lossagg.weigh.ratios import equal_to
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,4 +119,4 @@ def symbols(factor: float, facts: Facts, *, tolerance: float) -> list[str]:
     """Name the sizes of the step that equal a measured factor: ``1/(M DP)``."""
     split = facts.parallelism
     sizes = {"M": facts.m, "DP": split.dp, "CP": split.cp, "TP": split.tp, "PP": split.pp}
-    return equal_products(factor, sizes, {"N": facts.n}, tolerance=tolerance)
+    return equal_to(factor, sizes, {"N": facts.n}, tolerance=tolerance)

@@ -37,7 +37,7 @@ from megatron_lossagg.verify.small_gpt import config_of, run_schedule
 from megatron_lossagg.verify.step_data import LENGTHS
 from megatron_lossagg.verify.world import split_world
 from megatron_lossagg.weigh.compare import TOLERANCE, Weighed
-from megatron_lossagg.weigh.ratios import equal_products
+from megatron_lossagg.weigh.ratios import equal_to
 from megatron_lossagg.weigh.weighing import Weighing
 
 _BY_TOKEN, _BY_SAMPLE, _AS_IT_IS = "token_mean", "sample_mean", "weights"
@@ -246,8 +246,7 @@ def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighe
     smallest, largest = by_token.modes.get(_BY_TOKEN, (0.0, 0.0))
     factor = by_token.factors.get(_BY_TOKEN)
     sizes = {name: by_token.sizes[name] for name in ("M", "DP", "CP")}
-    counts = {"N": by_token.tokens, "B": len(by_token.sequences)}
-    equals = [] if factor is None else equal_products(factor, sizes, counts, tolerance=TOLERANCE)
+    equals = [] if factor is None else equal_to(factor, sizes, {}, tolerance=TOLERANCE)
     causes = dict.fromkeys([*by_token.causes, *by_sample.causes]) if factor is None else {}
     return LossCase(
         split=str(split),

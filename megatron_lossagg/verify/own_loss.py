@@ -61,7 +61,7 @@ class LossCase:
     factor: float | None
     """That weight if it is the same for all tokens; 1 is right."""
     equals: Sequence[str]
-    """The products of M, DP, CP, N and B that the factor equals, such as ``1/(M DP)``."""
+    """The quotients of M, DP and CP that the factor equals, such as ``1/(M DP)``."""
     causes: Sequence[str]
     """What explains weights that are not the same for all tokens."""
     trains: str

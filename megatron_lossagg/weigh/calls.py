@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +53,10 @@ class Call:
     names: Sequence[str] | None
     microbatch: int | None
     cp_group: ProcessGroup | None
-    ids: Mapping[str, Sequence[Hashable]]
+    ids: Mapping[str, Sequence[Any]]
     """Of samples, prompts and groups, one for each sequence."""
+    token_weights: Tensor | None
+    """What a token weighs in the loss, like the losses; None: each weighs 1."""
     scale: Tensor | None
     """What the schedule multiplied the loss by."""
     has_graph: bool
@@ -73,11 +76,6 @@ class Call:
     def gradients(self) -> list[tuple[int, Tensor]]:
         """What arrived in passes that count, with their numbers."""
         return [one for one in self.trained.arrived.passes if one[0] > self.gone]
-
-    def id_of(self, kind: str, sequence: int) -> Hashable:
-        """Return the id of a sequence's sample, prompt or group; None if it has none."""
-        ids = self.ids.get(kind, ())
-        return ids[sequence] if sequence < len(ids) else None
 
     def is_like(self, other: Call) -> bool:
         """Whether another has losses of the same shape, mask and lengths; waits for the device."""

@@ -1,25 +1,31 @@
 """What makes the weights of a step: a kind of mean times a factor, which explains every token.
 
-A kind is a mean over places (microbatches, ranks, all) of token means or sample means, each place
-with its share; a factor is a quotient of the sizes and counts of the step. Of all that explain the
-step, those with the fewest factors are named.
+A kind is a mode, or a mean over places (microbatches, ranks, all) of means, each place with its
+share; a factor is a quotient of the sizes and counts of the step. Of all that explain a step, and
+the step before it, those with the fewest factors are named.
 
 NumPy only.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lossagg.weigh.ratios import constant, is_near, quotients
+from megatron_lossagg.weigh.ratios import constant, is_near, near, quotients
 
 _SMALL = 64
 """A count below it may equal a number by chance."""
 _MOST = 2
+_COARSE = 1e-3
+"""Of a coarser tolerance many quotients equal a number by chance."""
+_LAST = 9
+"""How many factors a number of the script's own counts as: it explains any."""
+OWN = "a number of the script's own"
 Array = np.ndarray[Any, Any]
 
 
@@ -32,6 +38,8 @@ class Step:
     tokens_P: Array
     masked_P: Array
     """Of the mask."""
+    length_P: Array
+    """Losses, padding included."""
     padded_P: Array
     """Losses of its microbatch on its rank, padding included."""
     dp_rank_P: Array
@@ -50,8 +58,10 @@ class Step:
         columns = np.array(
             [
                 (
-                    *(f * part.weight_min, f * part.weight_max, part.tokens),
+                    *(f * bound for bound in part.span),
+                    part.counted,
                     part.tokens - part.outside + part.missed,
+                    part.length or part.tokens,
                     rank.padded.get(part.microbatch, 0),
                     *(part.dp_rank, part.cp_rank, part.microbatch, part.sequence),
                     rank.sizes["M"],
@@ -117,76 +127,133 @@ PLACES = (
 )
 
 
-def kinds(step: Step) -> Iterator[Kind]:
-    """List the kinds of means, with the weight of a token of each part."""
+def kinds(step: Step, modes: Mapping[str, Array]) -> Iterator[Kind]:
+    """List the kinds of means, with the weight of a token of each part.
+
+    ``modes``: the weight of a token of each sequence with a weight, in the order of their places.
+    """
     n_P, one = step.tokens_P, np.ones(len(step.tokens_P))
     sequence = _numbers(step, ("dp_rank_P", "microbatch_P", "sequence_P"))
     b = float(sequence.max() + 1)
-    yield Kind("token_mean", one / n_P.sum(), is_mode=True)
-    yield Kind("sample_mean", 1 / (b * _sums(sequence, n_P)), is_mode=True)
-    yield Kind("token_sum", one, cost=1, is_mode=True)
-    yield Kind("sample_sum", one / b, cost=1, is_mode=True)
-    if (step.masked_P != n_P).any():
-        of_mask = b * np.maximum(_sums(sequence, step.masked_P), 1)
-        yield Kind("sample_mean of the mask's counts", 1 / of_mask, cost=1, is_mode=True)
+    for name, weight_S in modes.items():
+        if not name.startswith("microbatch"):  # which is one of the others
+            yield Kind(name, weight_S[sequence], cost="_sum" in name, is_mode=True)
+    for name, count_P in (("the mask's counts", step.masked_P), ("padded lengths", step.length_P)):
+        if (count_P != n_P).any():
+            of_sample = np.maximum(_sums(sequence, count_P), 1)
+            yield Kind(f"sample_mean of {name}", 1 / (b * of_sample), cost=1, is_mode=True)
     for place in PLACES:
         if place.only_if and step.sizes.get(place.only_if, 1) == 1:
             continue  # it is one of the others
         number = _numbers(step, place.columns)
         n_place, b_place = _sums(number, n_P), _distinct(number, sequence)
         here = _numbers(step, (*place.columns, "dp_rank_P", "microbatch_P", "sequence_P"))
-        of = {"token": n_place, "sample": b_place * _sums(here, n_P)}
+        padded_P = _sums_of_places(number, step.padded_P, step)
         ranks = np.prod([step.sizes.get(name, 1) for name in place.sizes if name != "M"])
         means = ranks * (step.m_P if "M" in place.sizes else one)
         found, total = int(number.max()) + 1, round(float(means.max()))
         is_same = bool((means == means[0]).all())
         note = f"; {total - found} of {total} have no token" * (is_same and found < total)
-        for name, count_P in of.items():
-            words = f"a mean of one {name} mean per {place.words}"
-            yield Kind(words, 1 / (means * count_P), note=note)
-        padded_P = _sums_of_places(number, step.padded_P, step)
+        of_samples = b_place * _sums(here, n_P)
+        yield Kind(f"a mean of one token mean per {place.words}", 1 / (means * n_place), note=note)
+        yield Kind(
+            f"a mean of one sample mean per {place.words}", 1 / (means * of_samples), note=note
+        )
+        if (padded_P > n_place).any():
+            words = f"a mean of one mean over padded tokens per {place.words}"
+            yield Kind(words, 1 / (means * padded_P), cost=1)
         for name, share_P in (("samples", b_place), ("padded tokens", padded_P)):
             whole = share_P[np.unique(number, return_index=True)[1]].sum()
             if place.words.startswith("microbatch") and whole:
                 words = f"token means of each {place.words}, weighted by its {name}"
                 yield Kind(words, share_P / whole / n_place, cost=1)
         words = f"sample means of each {place.words}, weighted by its tokens"
-        yield Kind(words, n_place / n_P.sum() / of["sample"], cost=1)
+        yield Kind(words, n_place / n_P.sum() / of_samples, cost=1)
 
 
-def likely(step: Step, tolerance: float, *, is_mode: bool = False) -> list[str]:
-    """Name what explains every token with the fewest factors, the first as the likely one.
+class Explanation(NamedTuple):
+    """A kind and a factor whose product is the weight of every token of a step."""
 
-    ``is_mode``: of a trained mode, so that only a mean without a factor explains it.
-    """
-    found: list[tuple[int, str]] = []
-    unnamed: list[str] = []
-    seen: set[str] = set()
-    for kind in kinds(step):
+    kind: str
+    name: str
+    """Of the factor; empty if it is 1."""
+    factor: float
+    cost: int
+    """How many factors it has; a kind counts as some too."""
+    is_mode: bool
+    note: str
+
+    @property
+    def form(self) -> str:
+        """The kind, over whatever places it is."""
+        return re.sub("(per|each) [^,]+", "", self.kind)
+
+
+def explanations(step: Step, modes: Mapping[str, Array], tolerance: float) -> list[Explanation]:
+    """List what explains the weights of all tokens; ``modes`` as for :func:`kinds`."""
+    among = quotients(step.sizes, step.counts, most=4 if tolerance <= _COARSE else 2)
+    found = []
+    for kind in kinds(step, modes):
         low, high = step.low_P / kind.weight_P, step.high_P / kind.weight_P
         factor = constant(float(low.min()), float(high.max()), tolerance)
-        if factor is None or (is_mode and kind.is_mode):
+        if factor is None:
             continue
-        if is_near(factor, 1, tolerance):
-            if not kind.is_mode and "1" not in seen:
-                found.append((kind.cost, kind.words + kind.note))
-                seen.add("1")
-            continue
-        number, names = quotients(factor, step.sizes, step.counts, tolerance=tolerance)
-        of = f"a constant factor on {kind.words}: " if kind.is_mode else f"{kind.words}, times "
-        if not names:
-            unnamed.append(f"{of}{factor:.6g}")
-        elif names[0] not in seen:
-            seen.add(names[0])
-            text = f"{of}{factor:.6g} = {' = '.join(names)}"
-            if number == 1 and 1 / _SMALL < factor < _SMALL and names[0].split("/")[-1] in "NB":
-                text += ", or a number of the script's own: weigh a second step"
-            found.append((number + kind.cost, text))
-    if is_mode or not found:
-        return [text for _, text in found[:1]] or unnamed[: not is_mode]
-    least = min(cost for cost, _ in found)
-    first, *others = [text for cost, text in found if cost == least][:_MOST]
-    return [first, *(f"or {text}" for text in others)]
+        named = [(one.name, one.number) for one in near(factor, among, tolerance)]
+        as_it_is = [("", 0)] if is_near(factor, 1, tolerance) else []
+        found += [
+            Explanation(kind.words, name, factor, kind.cost + cost, kind.is_mode, kind.note)
+            for name, cost in [*as_it_is, *named, (OWN, _LAST)]
+        ]
+    return found
+
+
+def common(
+    now: Sequence[Explanation], before: Sequence[Explanation], tolerance: float
+) -> list[Explanation]:
+    """Return those of a step that explain the step before it too."""
+    earlier = {(one.kind, one.name): one.factor for one in before}
+
+    def explains(one: Explanation) -> bool:
+        factor = earlier.get((one.kind, one.name))
+        return factor is not None and (one.name != OWN or is_near(one.factor, factor, tolerance))
+
+    return [one for one in now if explains(one)]
+
+
+def likely(found: Sequence[Explanation], *, is_mode: bool) -> list[str]:
+    """Name what explains a step with the fewest factors.
+
+    ``is_mode``: only what it is besides, if a mode is trained as it is.
+    """
+    able = [one for one in found if one.name or not one.is_mode]  # which is the verdict
+    if is_mode:
+        return [one.kind + one.note for one in able if not one.name][:1]
+    least = min((one.cost for one in able), default=0)
+    of_kind: dict[str, list[Explanation]] = {}
+    for one in able:
+        if one.cost == least:
+            of_kind.setdefault(one.kind, []).append(one)
+    # A number on two kinds is one cause, and so is a mean over places that are the same here.
+    alike = {its[0].name or its[0].form: kind for kind, its in reversed(of_kind.items())}
+    texts = [_text(its, found) for kind, its in of_kind.items() if kind in alike.values()]
+    texts = texts[: _MOST if least < _LAST else 1]
+    return [f"or {text}" if number else text for number, text in enumerate(texts)]
+
+
+def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
+    """Say in words what a kind is multiplied by; ``found``: everything that explains the step."""
+    first, names = its[0], [one.name for one in its]
+    if not first.name:
+        return first.kind + first.note
+    of = f"a constant factor on {first.kind}: " if first.is_mode else f"{first.kind}, times "
+    text = f"{of}{first.factor:.6g}"
+    if first.name == OWN:
+        return text
+    is_own = any((one.kind, one.name) == (first.kind, OWN) for one in found)
+    is_small = 1 / _SMALL < first.factor < _SMALL and first.name.removeprefix("1/") in ("N", "B")
+    return f"{text} = {' = '.join(names)}" + f", or {OWN}: weigh a second step" * (
+        is_own and is_small
+    )
 
 
 def _numbers(step: Step, columns: Sequence[str]) -> Array:

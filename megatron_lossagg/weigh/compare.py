@@ -6,17 +6,19 @@ NumPy only; knows no groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.weigh.causes import Step, likely
+from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.table import StepCounts, Table
+from megatron_lossagg.weigh.causes import OWN, Explanation, Step, common, explanations, likely
 from megatron_lossagg.weigh.measured import Added, measure
-from megatron_lossagg.weigh.ratios import constant, counted_empty, equal_products, is_near, spread
+from megatron_lossagg.weigh.ratios import constant, counted_empty, equal_to, is_near, spread
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
@@ -28,6 +30,7 @@ NEEDS = {
     "length_power": "exponent",
 }
 """What each of the others needs, by its name in :meth:`Weighing.losses` or :class:`Weighing`."""
+_IDS = ("sample", "prompt", "group")
 _NOT_FINALIZED = (
     "it was not finalized: config.finalize_model_grads_func was not called while it ran, or "
     "a deferred step holds it"
@@ -67,6 +70,26 @@ class WeighedSequence:
     sample: Hashable = None
     prompt: Hashable = None
     group: Hashable = None
+    n: float | None = None
+    """What a mode counts of it if that is not its tokens: by the step that was told, with tokens
+    that were rejected since, or the sum of their weights."""
+    bounds: tuple[float, float] | None = None
+    """The smallest and the largest weight, over those of the token and the sequence in the loss."""
+
+    @property
+    def counted(self) -> float:
+        """What a mode counts of it."""
+        return self.tokens if self.n is None else self.n
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """What has to be w_s for each of its tokens: the smallest and the largest."""
+        return self.bounds or (self.weight_min, self.weight_max)
+
+    @property
+    def mean(self) -> float:
+        """The mean of what has to be w_s; of weights of tokens the middle."""
+        return self.weight_sum / self.tokens if self.bounds is None else sum(self.bounds) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +97,10 @@ class Part(WeighedSequence):
     """What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token."""
 
     cp_rank: int
+    length: int = 0
+    """Its losses, padding included."""
+    told: float | None = None
+    """``n`` of the whole sequence, by the step that was told."""
     shown: str = ""
     """Its positions, if it is short: which have a weight, and which the mask has."""
 
@@ -99,8 +126,8 @@ class RankWeights:
     """The gradients of some parameters, at which f is measured."""
     padded: Mapping[int, int] = field(default_factory=dict)
     """How many losses each microbatch has here, padding included."""
-    given: Mapping[str, float] = field(default_factory=dict)
-    """``divisor`` and ``exponent``, if they were passed."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``."""
     has_graph: bool = True
     """Whether its losses had a graph."""
 
@@ -147,8 +174,32 @@ class Weighed:
     """Tokens of the mask without a weight."""
     shown: str = ""
     """The positions of a short sequence."""
-    causes: Sequence[str] = field(default_factory=tuple)
-    """What explains the numbers, by name."""
+    faults: Sequence[str] = ()
+    """Why gradients are not what they should be."""
+    explained: Sequence[Explanation] = field(default=(), repr=False)
+    """What explains the weight of every token of this step, and of those before it."""
+    hints: Sequence[str] = ()
+    """What would explain them if more were known."""
+    steps: int = 1
+    """How many steps ``explained`` explains."""
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What explains the numbers, by name."""
+        found: list[str] = []
+        if self.trains is None or self.trains.startswith("microbatch_token_mean"):
+            found = likely(self.explained, is_mode=self.trains is not None)
+            found = [f"{one}, in {self.steps} steps" if self.steps > 1 else one for one in found]
+        return *self.faults, *found, *self.hints
+
+    def after(self, before: Weighed | None) -> Weighed:
+        """Return it with only those explanations that explain the step before it too."""
+        if before is None or not (before.explained and self.explained):
+            return self
+        found = common(self.explained, before.explained, TOLERANCE)
+        if not found:
+            return replace(self, hints=(*self.hints, "no cause explains the step before it too"))
+        return replace(self, explained=found, steps=before.steps + 1)
 
     def __str__(self) -> str:
         """Return the report that ``lossagg weigh`` prints."""
@@ -222,12 +273,10 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
     tolerance = max(rank.tolerance for rank in counted)
     weights, lacks, known_empty = _weights(sequences, empty, counted)
-    lowest_S = np.array([sequence.weight_min for sequence in sequences])
-    highest_S = np.array([sequence.weight_max for sequence in sequences])
+    lowest_S, highest_S = np.array([one.span for one in sequences]).reshape(-1, 2).T
     modes = {
         name: (float((lowest_S / weight_S).min()), float((highest_S / weight_S).max()))
         for name, weight_S in weights.items()
-        if len(sequences)
     }
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     outside, missed = sum(one.outside for one in every), sum(one.missed for one in every)
@@ -253,16 +302,15 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         nearest=nearest,
         factors={name: at for name, at in found.items() if at is not None},
         relative=[
-            sequence.weight_sum / sequence.tokens / weight
-            for sequence, weight in zip(sequences, weights.get(nearest, ()), strict=True)
+            one.mean / weight
+            for one, weight in zip(sequences, weights.get(nearest, ()), strict=True)
         ],
         inside=max(map(spread, lowest_S.tolist(), highest_S.tolist()), default=1.0),
         outside=outside,
         missed=missed,
         shown=_shown(min(shown, key=lambda part: len(part.shown), default=None)),
     )
-    causes = _causes(step, counted, f, tolerance, has_ids=known_empty is not None)
-    return replace(step, causes=tuple(causes))
+    return _explained(step, counted, f, weights, tolerance, has_ids=known_empty is not None)
 
 
 def _has_gradient(ranks: Sequence[RankWeights]) -> bool:
@@ -310,7 +358,7 @@ class _F:
         times, n = self.value / self.read, self.num_tokens
         if n and is_near(times, n, tolerance):
             return [f"finalize was called with num_tokens {n:g} and did not divide"]
-        names = equal_products(times, {}, {"num_tokens": n} if n else {}, tolerance=tolerance)
+        names = equal_to(times, {}, {"num_tokens": n}, tolerance=tolerance)
         equal = f" = {names[0]}" if names else ""
         return [
             f"gradients were multiplied by {self.value:.6g} after the losses, as measured, "
@@ -351,9 +399,22 @@ def _sequences(ranks: Sequence[RankWeights], f: float) -> list[WeighedSequence]:
                 sample=its[0].sample,
                 prompt=its[0].prompt,
                 group=its[0].group,
+                n=_counted(its),
+                bounds=None if its[0].bounds is None else _bounds(f, trained),
             )
         )
     return found
+
+
+def _counted(parts: Sequence[Part]) -> float | None:
+    """Return what the step has told, or the sum of what tokens weigh; None if neither is known."""
+    is_known = parts[0].told is None and parts[0].n is not None
+    return sum(part.counted for part in parts) if is_known else parts[0].told
+
+
+def _bounds(f: float, parts: Sequence[Part]) -> tuple[float, float]:
+    low, high = np.array([part.span for part in parts]).T
+    return f * float(low.min()), f * float(high.max())
 
 
 _Weights = dict[str, np.ndarray[Any, Any]]
@@ -369,109 +430,126 @@ def _weights(
     """
     given = {name: value for rank in ranks for name, value in rank.given.items()}
     passed = {
-        name for name in ("sample", "prompt", "group")
+        name for name in _IDS
         if sequences and all(getattr(one, name) is not None for one in sequences)
     } | {*given}  # fmt: skip
     lacks = {name: what for name, what in NEEDS.items() if what not in passed}
     if not sequences:
         return {}, lacks, None
     of_samples = {one.sample for one in sequences}
-    others = [one for one in empty if one.sample is not None] if "sample" in passed else []
-    ids = {one.sample for one in others} - of_samples
+    others = [
+        one
+        for one in empty
+        if "sample" in passed
+        and all(getattr(one, kind) is not None for kind in _IDS if kind in passed)
+    ]
+    ids = {one.sample for one in others if not one.counted} - of_samples
     known_empty = len(ids) if "sample" in passed else None
-    compared = [mode for mode in MODES.values() if mode.denominator and mode.name not in lacks]
+    own = {rank.given.get("mode") for rank in ranks}
+    compared = [name for name in (*COMPARED, *NEEDS) if name not in lacks]
     if "sample" in passed and len(of_samples) == len(sequences):
-        compared = [mode for mode in compared if mode.name != "row_mean"]  # it is sample_mean
-    compared.sort(key=lambda mode: (mode.name in NEEDS, [*COMPARED, *NEEDS].index(mode.name)))
-    counts = _counts(sequences, others, ranks, given)
-    without = _counts(sequences, [], ranks, given)
+        compared.remove("row_mean")  # it is sample_mean
+    table, ones = _table([*sequences, *others], ranks), np.ones(len(sequences) + len(others))
     weights: _Weights = {}
-    for mode in compared:
-        one = np.ones(len(sequences))
-        weights[mode.name] = one / np.asarray(mode.denominator(counts))  # type: ignore[misc]
-        alone = one / np.asarray(mode.denominator(without))  # type: ignore[misc]
-        if not np.array_equal(alone, weights[mode.name]):
-            weights[f"{mode.name} without its {known_empty} empty"] = alone
-    ms = {rank.sizes["M"] for rank in ranks}
-    if len(ms) > 1:  # ranks have as many, or heard fewer
-        own = weights["microbatch_token_mean"]
-        weights["microbatch_token_mean by the largest M"] = own * counts.M / max(ms)
+    for mode in sorted(compared, key=lambda name: name not in own):
+        denominator: Any = MODES[mode].denominator
+        by_count = [
+            1 / (ones * denominator(StepCounts(table, one)))[: len(sequences)]
+            for one in _aggregations(mode, given)
+        ]
+        weights[mode] = by_count[0]
+        if not np.array_equal(*by_count):
+            weights[f"{mode} without its {known_empty} empty"] = by_count[1]
+    if len({*table.m_W}) > 1:  # ranks have as many, or heard fewer
+        by_own = weights["microbatch_token_mean"]
+        m_S = table.m_W[table.rank_A][: len(sequences)]
+        weights["microbatch_token_mean by the largest M"] = by_own * m_S / max(table.m_W)
     return weights, lacks, known_empty
 
 
-def _counts(
-    sequences: Sequence[WeighedSequence],
-    empty: Sequence[WeighedSequence],
-    ranks: Sequence[RankWeights],
-    given: Mapping[str, float],
-) -> Any:
-    """Return what the denominators of ``MODES`` read, of each of ``sequences``.
+def _aggregations(mode: str, given: Mapping[str, Any]) -> list[Aggregation]:
+    """Return a mode that counts samples without a token, and one that does not."""
+    needed = {name: given[name] for name in ("divisor", "exponent") if NEEDS.get(mode) == name}
+    return [
+        Aggregation(mode, count="weights", count_empty=counts, **needed) for counts in (True, False)
+    ]
 
-    ``empty``: those without a token that are counted too.
-    """
-    every = [*sequences, *empty]
-    n = np.array([one.tokens for one in every], dtype=np.float64)
-    one_each = np.ones(len(every))
 
-    def of(key: Callable[[WeighedSequence], Hashable], values: Any) -> Any:
-        sums: dict[Hashable, float] = {}
-        for one, value in zip(every, values, strict=True):
-            sums[key(one)] = sums.get(key(one), 0.0) + value
-        return np.array([sums[key(one)] for one in every])
-
-    def sample(one: WeighedSequence) -> Hashable:
-        return (one.dp_rank, one.microbatch, one.sequence) if one.sample is None else one.sample
-
-    n_b, rows = of(sample, n), of(sample, one_each)
-    group_tokens = of(lambda one: one.group, n)
-    group_samples = of(lambda one: one.group, 1 / rows)
+def _table(sequences: Sequence[WeighedSequence], ranks: Sequence[RankWeights]) -> Table:
+    """Return the sequences of all ranks as the formulas of modes read them."""
     m = {part.dp_rank: rank.sizes["M"] for rank in ranks for part in rank.parts}
-    first = slice(len(sequences))
-    power = n_b[first] ** given.get("exponent", 0.0)
-    return SimpleNamespace(
-        N=n.sum(),
-        n_s=n[first],
-        n_b=n_b[first],
-        B=len({sample(one) for one in every}),
-        R_b=rows[first],
-        n_p=of(lambda one: one.prompt, n)[first],
-        P=len({one.prompt for one in every}),
-        n_c=group_tokens[first],
-        k_c=group_samples[first],
-        L=given.get("divisor", 1.0),
-        n_b_to_a=power,
-        Z=float((n_b[first] / power / rows[first]).sum()),
-        M=np.array([m[one.dp_rank] for one in sequences]),
-        DP=ranks[0].sizes["DP"],
-        n_mb=of(lambda one: (one.dp_rank, one.microbatch), n)[first],
+    places = [*m]
+
+    def numbers(kind: str) -> list[int] | None:
+        ids = [getattr(one, kind) for one in sequences]
+        if None in ids:  # then each sequence is a sample
+            return None
+        first = {one: number for number, one in reversed([*enumerate(ids)])}
+        return [first[one] for one in ids]
+
+    rows = Sequences(
+        active_tokens=[int(one.counted > 0) for one in sequences],
+        token_weight_sums=[float(one.counted) for one in sequences],
+        microbatch=[one.microbatch for one in sequences],
+        sample=numbers("sample"),
+        prompt=numbers("prompt"),
+        group=numbers("group"),
+    ).checked()
+    return Table(
+        rows=rows,
+        own=slice(0, len(sequences)),
+        rank_A=np.array([places.index(one.dp_rank) for one in sequences]),
+        m_W=np.array([*m.values()]),
+        size=ranks[0].sizes["DP"],
+        num=len(sequences),
     )
 
 
-def _causes(
-    step: Weighed, ranks: Sequence[RankWeights], f: _F, tolerance: float, *, has_ids: bool
-) -> list[str]:
+def _explained(
+    step: Weighed,
+    ranks: Sequence[RankWeights],
+    f: _F,
+    weights: _Weights,
+    tolerance: float,
+    *,
+    has_ids: bool,
+) -> Weighed:
+    """Add what explains the weights."""
     if step.unknown:
-        return [step.unknown]
+        return replace(step, faults=[step.unknown])
     if not step.sequences:
-        return []
+        return step
     if not math.isfinite(step.weight_sum):
-        wrong = [s for s in step.sequences if not math.isfinite(s.weight_sum)]
-        return [f"weights of {len(wrong)} sequences are not finite: 0 / 0 in the script's loss?"]
+        wrong = sum(not math.isfinite(one.weight_sum) for one in step.sequences)
+        return replace(
+            step,
+            faults=[f"weights of {wrong} sequences are not finite: 0 / 0 in the script's loss?"],
+        )
+    if "token_sum" in step.fits and any(rank.is_divided for rank in ranks) and not f.num_tokens:
+        return replace(step, faults=["num_tokens is 0: finalize divides by nothing"])
     # What changes no weight is not named: a deferred step of this package divides by itself.
     is_undone = any(is_near(at * f.read / f.value, 1, tolerance) for at in step.factors.values())
-    causes = f.difference(tolerance) if step.trains is None or is_undone else []
-    is_divided = any(rank.is_divided for rank in ranks)
-    if is_divided and not f.num_tokens and "token_sum" in step.fits:
-        return ["num_tokens is 0: finalize divides by nothing"]
-    if step.trains is None or step.trains.startswith("microbatch_token_mean"):
-        counted = Step.of(ranks, f.value, num_tokens=f.num_tokens)
-        causes += likely(counted, tolerance, is_mode=step.trains is not None)
-    if not has_ids and not step.fits:
-        causes += _hints(step, tolerance)
-    at = step.factors.get("sample_sum")
-    if at is not None and at > 0 and not step.fits and "constant" in step.lacks:
-        causes.append(f"or constant, if L is {1 / at:.6g}: pass divisor=")
-    return causes
+    faults = f.difference(tolerance) if step.trains is None or is_undone else []
+    faults += _unweighted(step, ranks)
+    counted = Step.of(ranks, f.value, num_tokens=f.num_tokens)
+    found = explanations(counted, weights, tolerance)
+    hints = [] if has_ids or step.fits else _hints(step, tolerance)
+    own = next((one for one in found if (one.kind, one.name) == ("sample_sum", OWN)), None)
+    if own is not None and own.factor > 0 and not step.fits and "constant" in step.lacks:
+        hints.append(f"or constant, if L is {1 / own.factor:.6g}: pass divisor=")
+    return replace(step, faults=faults, explained=found, hints=hints)
+
+
+def _unweighted(step: Weighed, ranks: Sequence[RankWeights]) -> list[str]:
+    """Say if a mode is trained without the weights of tokens and sequences that the run has."""
+    if step.fits or all(one.bounds is None for one in step.sequences):
+        return []
+    plain = [
+        replace(rank, parts=[replace(one, bounds=None, n=None, told=None) for one in rank.parts])
+        for rank in ranks
+    ]
+    fits = compare(plain).fits
+    return [f"without its weights of tokens and sequences it is {fits[0]}"] if fits else []
 
 
 def _hints(step: Weighed, tolerance: float) -> list[str]:

@@ -1,88 +1,82 @@
-"""Factors between measured weights and those of a mode: what they are, and what explains them."""
+"""Factors between measured weights and those of a mode, and the quotients that they equal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
-from math import prod
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 
-def equal_products(
-    factor: float, sizes: Mapping[str, int], others: Mapping[str, float], *, tolerance: float
-) -> list[str]:
-    """Name the products of ``sizes``, and ``others`` by themselves, that equal a factor.
+class Quotient(NamedTuple):
+    """A quotient of sizes and counts, such as ``N/(M DP CP)``."""
 
-    Also their inverse, as ``1/(M DP)``; the shortest first.
-    """
-    names = [name for name, size in sizes.items() if size > 1]
-    products: dict[str, float] = {**others} | {
-        " ".join(chosen): prod(sizes[name] for name in chosen)
-        for number in range(1, len(names) + 1)
-        for chosen in combinations(names, number)
-    }
-    found = [name for name, value in products.items() if abs(factor / value - 1) < tolerance]
-    inverse = [
-        f"1/({name})" if " " in name else f"1/{name}"
-        for name, value in products.items()
-        if abs(factor * value - 1) < tolerance
-    ]
-    return sorted(found + inverse, key=len)
+    value: float
+    powers: Mapping[str, int]
+
+    @property
+    def number(self) -> int:
+        """How many factors it has."""
+        return sum(map(abs, self.powers.values()))
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product of different ones, or one over it."""
+        return {*self.powers.values()} in ({1}, {-1})
+
+    @property
+    def name(self) -> str:
+        """Write it on a line."""
+        above, below = (
+            " ".join(
+                name if abs(power) == 1 else f"{name}^{abs(power)}"
+                for name, power in self.powers.items()
+                if power * sign > 0
+            )
+            for sign in (1, -1)
+        )
+        under = f"({below})" if " " in below else below
+        return (above or "1") + (f"/{under}" if below else "")
 
 
 def quotients(
+    sizes: Mapping[str, float], counts: Mapping[str, float], *, most: int = 4
+) -> list[Quotient]:
+    """List the quotients of at most so many factors.
+
+    A size may stand in it twice, one count above and one below the line.
+    """
+    found = [Quotient(1.0, {})]
+    for name, value in [*sizes.items(), *counts.items()]:
+        powers = (1, -1) if name in counts else (1, -1, 2, -2)
+        found += [
+            Quotient(one.value * value**power, {**one.powers, name: power})
+            for one in found
+            for power in powers
+            if value > 1
+            and one.number + abs(power) <= most
+            and not (name in counts and power in [one.powers.get(other) for other in counts])
+        ]
+    return found[1:]
+
+
+def near(factor: float, among: Iterable[Quotient], tolerance: float) -> list[Quotient]:
+    """List those that equal a factor: the fewest factors first, then the shortest name."""
+    found = [one for one in among if is_near(factor, one.value, tolerance)]
+    return sorted(found, key=lambda one: (one.number, one.name.count("^"), len(one.name)))
+
+
+def equal_to(
     factor: float,
     sizes: Mapping[str, float],
     counts: Mapping[str, float],
     *,
     tolerance: float,
-    most: int = 4,
-) -> tuple[int, list[str]]:
-    """Name the quotients of ``sizes`` and ``counts`` that equal a factor: ``N/(M DP CP)``.
-
-    A size may stand in it twice, one count above and one below the line. Returns the fewest factors
-    of which one is made, at most ``most``, and all of so many, the shortest name first.
-    """
-    terms = [(name, value, 2) for name, value in sizes.items() if value > 1]
-    terms += [(name, value, 1) for name, value in counts.items() if value > 1]
-    for number in range(1, most + 1):
-        found = [
-            _quotient(powers)
-            for powers in _powers([(name, power) for name, _, power in terms], number)
-            if sum(powers.get(name, 0) > 0 for name in counts) <= 1
-            and sum(powers.get(name, 0) < 0 for name in counts) <= 1
-            and is_near(
-                prod(value ** powers.get(name, 0) for name, value, _ in terms), factor, tolerance
-            )
-        ]
-        if found:
-            return number, sorted(found, key=lambda name: (name.count("^"), len(name)))
-    return 0, []
-
-
-def _powers(terms: Sequence[tuple[str, int]], number: int) -> Iterator[dict[str, int]]:
-    """List the powers of terms whose sizes sum to a number."""
-    if not terms:
-        if not number:
-            yield {}
-        return
-    (name, most), *others = terms
-    for power in range(-min(most, number), min(most, number) + 1):
-        for rest in _powers(others, number - abs(power)):
-            yield {name: power, **rest} if power else rest
-
-
-def _quotient(powers: Mapping[str, int]) -> str:
-    above, below = (
-        [name if size == 1 else f"{name}^{size}" for name, size in of]
-        for of in (
-            [(name, power) for name, power in powers.items() if power > 0],
-            [(name, -power) for name, power in powers.items() if power < 0],
-        )
-    )
-    line = " ".join(above) or "1"
-    under = " ".join(below)
-    return line + (f"/({under})" if len(below) > 1 else f"/{under}" if below else "")
+    only_products: bool = False,
+) -> list[str]:
+    """Name the quotients with the fewest factors that equal a factor; none of them equals 1."""
+    among = [one for one in quotients(sizes, counts) if not is_near(factor, 1, tolerance)]
+    equal = near(factor, (one for one in among if one.is_product or not only_products), tolerance)
+    return [one.name for one in equal if one.number == equal[0].number]
 
 
 def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:

@@ -15,8 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from threading import Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,25 +23,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.errors import ContractError, LossAggregationError, message_of, say
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.weigh.calls import Arrived, Call, microbatches_of
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import run_of
 from megatron_lossagg.weigh.listen import is_in_backward, listen
 from megatron_lossagg.weigh.parameters import Listening
-from megatron_lossagg.weigh.told import listening
+from megatron_lossagg.weigh.told import listening, own
 
 LOSS = "loss"
 """The name of a loss of one term."""
 _SHOWN = 60
 """How long a sequence may be whose positions are shown."""
-_PATIENCE = 30.0
-_WAITS = (
-    "rank {} has waited {:g} s for other ranks to call weighed() or terms(): call it on every rank"
-)
 _Array = np.ndarray[Any, Any]
 Ids = Sequence[Hashable] | Tensor | _Array
+
+
+class Told(NamedTuple):
+    """What a step of this package has told of a microbatch."""
+
+    ids: Mapping[str, Sequence[Any]]
+    keep: Tensor | None
+    """The mask of the tokens that this rank holds."""
+    token_weights: Tensor | None
 
 
 class Weighing:
@@ -92,8 +97,8 @@ class Weighing:
         given = {"divisor": divisor, "exponent": exponent}
         self._given = {name: value for name, value in given.items() if value is not None}
         self._calls: list[Call] = []
-        self._told: list[dict[str, Sequence[Hashable]]] = []
-        """The ids that a step of this package has told of each microbatch."""
+        self._told: list[Told] = []
+        """What a step of this package has told of each microbatch."""
         self._steps: list[Any] = []
         """The sequences of each such step: several of a deferred one."""
         self._fault: ContractError | None = None
@@ -116,35 +121,39 @@ class Weighing:
         self.run.end()
         self._parameters.end()
 
-    def _is_told(self, aggregation: Any, sequences: Any, numbers: Any) -> None:
-        """Note the ids of a microbatch's sequences; -1 is padding. Waits for the device."""
+    def _is_told(self, plan: Any, microbatch: Any, numbers: Any) -> None:
+        """Note what a step knows of a microbatch's sequences; -1 is padding. Waits for the device.
+
+        A sequence that weighs 0 is counted by its ``count``; one that is left out is none.
+        """
         if is_in_backward():
             return
         places, rank = [int(number) for number in _listed(numbers)], self.run.place.dp_rank
-        self._steps += [] if any(one is sequences for one in self._steps) else [sequences]
-        step, samples = len(self._steps), sequences.sample
-        left = sequences.left_out if not aggregation.count_left_out else None
-        ids = {
+        aggregation, known = plan.aggregation, plan.sequences
+        self._steps += [] if any(one is known for one in self._steps) else [known]
+        step, has_weights = len(self._steps), aggregation.count == "weights"
+        left = plan.is_left_out_S
+        columns = {
             # By default each sequence is a sample of its own.
-            "sample": lambda s: (rank, step, s) if samples is None else samples[s],
-            "prompt": None if sequences.prompt is None else sequences.prompt.__getitem__,
-            "group": None if sequences.group is None else sequences.group.__getitem__,
+            "sample": lambda s: (rank, step, s) if known.sample is None else known.sample[s],
+            "prompt": None if known.prompt is None else known.prompt.__getitem__,
+            "group": None if known.group is None else known.group.__getitem__,
+            "weight": lambda s: 1.0 if known.sequence_weight is None else known.sequence_weight[s],
+            "count": (known.token_weight_sums if has_weights else plan.active_tokens).__getitem__,
         }
         counts = [s >= 0 and (left is None or not left[s]) for s in places]
-        weight = sequences.sequence_weight
-        is_zero = [
-            not ok or (weight is not None and not weight[s])
-            for s, ok in zip(places, counts, strict=True)
-        ]
-        self._told.append(
-            {
-                name: [of(s) if is_in else None for s, is_in in zip(places, counts, strict=True)]
-                for name, of in ids.items()
-                if of is not None
-            }
-            | {"zero": is_zero}
-        )
-        for name in ("divisor", "exponent"):
+        ids = {
+            name: [of(s) if is_in else None for s, is_in in zip(places, counts, strict=True)]
+            for name, of in columns.items()
+            if of is not None
+        }
+        masks = (None, None) if microbatch is None else (microbatch.keep, microbatch.token_weights)
+        self._told.append(Told(ids, *masks))
+        self._is_under(aggregation)
+
+    def _is_under(self, aggregation: Any) -> None:
+        """Compare with the run's own mode first."""
+        for name in ("mode", "divisor", "exponent"):
             if (value := getattr(aggregation, name)) is not None:
                 self._given.setdefault(name, value)
 
@@ -162,6 +171,7 @@ class Weighing:
         sample: Ids | None = None,
         prompt: Ids | None = None,
         group: Ids | None = None,
+        token_weights: Tensor | None = None,
     ) -> Tensor:
         """Return a microbatch's per-token losses; the loss is computed from what is returned.
 
@@ -175,10 +185,12 @@ class Weighing:
         has more of its sequences. ``names``: what the report calls the sequences. ``cp_group``:
         whose ranks hold the microbatch's sequences, with dynamic context parallelism, or outside of
         Megatron. ``sample``, ``prompt``, ``group``: of each sequence, as for a step; padding has
-        the sample None. What is wrong with a call is raised by :meth:`weighed`, on every rank.
+        the sample None. ``token_weights``: like the losses, what each weighs in the loss: modes
+        count their sums. What is wrong with a call is raised by :meth:`weighed`, on every rank.
         """
         try:
-            mask = _checked(losses, mask)
+            mask = _checked(losses, mask, "a mask")
+            token_weights = _checked(losses, token_weights, "token_weights")
             if microbatch is not None and microbatch not in range(self._num_microbatches or 2**31):
                 m = self._num_microbatches
                 to = "from 0 on" if m is None else f"0 to {m - 1}"
@@ -200,6 +212,7 @@ class Weighing:
             microbatch=microbatch,
             cp_group=cp_group,
             ids={name: _listed(ids) for name, ids in passed.items() if ids is not None},
+            token_weights=token_weights,
             scale=self.run.scale(),
             has_graph=losses.requires_grad,
             is_again=is_in_backward(),
@@ -211,16 +224,20 @@ class Weighing:
         listen(listened, call.arrived)
         return listened
 
+    def reduced(self) -> None:
+        """Read gradients that were reduced after the block, by another than the schedule."""
+        self._parameters.finalized()
+
     def has_mask(self, mask: Tensor) -> None:
         """Take a mask for the last call, if it had none and it is of as many tokens."""
         if self._calls and self._calls[-1].mask is None:
             with suppress(ContractError):
-                self._calls[-1].mask = _of_shape(mask, self._calls[-1].shape)
+                self._calls[-1].mask = _of_shape(mask, self._calls[-1].shape, "a mask")
 
     def weighed(self) -> Weighed:
         """Compare the weights of all ranks with every mode; the same on every rank.
 
-        One ``all_gather_object`` over all ranks; waits for the device. Raises, on every rank, the
+        One or two all-gathers over all ranks; waits for the device. Raises, on every rank, the
         :class:`ContractError` of one, and for a loss of several terms (:meth:`terms`).
         """
         terms = self.terms()
@@ -234,27 +251,10 @@ class Weighing:
 
     def terms(self) -> dict[str, Weighed]:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
-        own: tuple[RankWeights, dict[str, RankWeights]] | str
-        try:
+        with together(dist.group.WORLD, "call weighed() or terms()") as ranks:
             of = {term: self.of_this_rank(term) for term in dict.fromkeys(self._terms)}
-            own = next(iter(of.values()), None) or self.of_this_rank(), of
-        except LossAggregationError as error:
-            own = str(error)
-        except Exception as error:  # whatever it is, no rank may leave the others waiting
-            own = message_of(error)
-        found: list[Any] = [own]
-        if dist.is_initialized():
-            found = [None] * dist.get_world_size()
-            timer = Timer(_PATIENCE, say, [_WAITS.format(dist.get_rank(), _PATIENCE)])
-            timer.daemon = True
-            timer.start()
-            try:
-                dist.all_gather_object(found, own)
-            finally:
-                timer.cancel()
-        refused = next((one for one in found if isinstance(one, str)), None)
-        if refused is not None:
-            raise ContractError(refused)
+            ranks.own = next(iter(of.values()), None) or self.of_this_rank(), of
+        found: list[tuple[RankWeights, dict[str, RankWeights]]] = ranks.of_ranks
         counted = [terms for rank, terms in found if rank.counts]
         names = [*dict.fromkeys(name for terms in counted for name in terms)] or [LOSS]
         # Metrics are reduced as terms are, and have no graph on any rank.
@@ -287,6 +287,8 @@ class Weighing:
                 f"got {self._num_finalized} steps inside of one Weighing, expected one: make a "
                 "Weighing for each schedule call"
             )
+        for aggregation in own:
+            self._is_under(aggregation)
         counts, m = self.run.place.counts, self._num_microbatches
         of_term = {
             name: microbatches_of(
@@ -331,16 +333,22 @@ class Weighing:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
         parts: list[Part] = []
         first = 0
-        told = self._told[number] if is_told and len(calls) == 1 else {}
+        told = self._told[number] if is_told else None
+        lengths = [() if one.trained.lengths is None else one.trained.lengths for one in calls]
+        total = sum(map(len, lengths)) if len(calls) > 1 else 0
         for call in calls:
-            found, num_sequences = self._parts_of(number, call, first, told)
+            found, num_sequences = self._parts_of(number, call, first, told, total)
             parts, first = parts + found, first + num_sequences
         return parts
 
     def _parts_of(
-        self, number: int, call: Call, first: int, told: Mapping[str, Sequence[Hashable]]
+        self, number: int, call: Call, first: int, told: Told | None, total: int
     ) -> tuple[list[Part], int]:
-        """Return the parts of a call, and how many sequences it has; ``first``: of its first."""
+        """Return the parts of a call, and how many sequences it has.
+
+        ``first``: of its first; ``total``: how many all calls of the microbatch have, 0 if it is
+        alone.
+        """
         heard, run = call.trained, self.run.of_microbatch(call.cp_group)
         num_tokens = int(np.prod(heard.shape))
         if heard.lengths is not None:
@@ -352,30 +360,35 @@ class Weighing:
             segments = np.repeat(layout.segment_R, layout.length_R)
             num_sequences, allows_tail = layout.num_segments, layout.allows_tail
             held_G = np.unique(segments).tolist()
-        if len(told.get("sample", ())) == num_sequences and not heard.ids:
-            heard.ids = told
         held = len(segments)
         if held > num_tokens or (held < num_tokens and not allows_tail):
             raise ContractError(
                 f"got losses of {num_tokens} tokens, expected {held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
+        mask = heard.mask if heard.mask is not None else call.mask
+        values, ids = heard.token_weights, heard.ids or call.ids
+        if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
+            ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
+            if mask is None and told.keep is not None and len(told.keep) == held:
+                mask = told.keep
+            values = told.token_weights if values is None else values
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
         weight_T = np.zeros(num_tokens)
         for _, gradient in call.gradients:
-            weight_T += gradient.reshape(-1).double().cpu().numpy() / scale
-        mask = heard.mask if heard.mask is not None else call.mask
-        in_mask_T = weight_T != 0
-        if mask is not None:
-            in_mask_T = (mask.detach().reshape(-1) != 0).cpu().numpy()
-        segment_T = np.full(num_tokens, -1)
-        segment_T[:held] = segments
-        if (past := int(((weight_T != 0) & (segment_T < 0)).sum())) > 0:
+            weight_T += _numpy(gradient) / scale
+        if (past := int((weight_T[held:] != 0).sum())) > 0:
             raise ContractError(
                 f"got {past} trained tokens past the last sequence, expected none: pass the "
                 "offsets of all sequences, cu_seqlens"
             )
-        sums = _Sums(weight_T[:held], in_mask_T[:held], segments, num_sequences)
+        weight_T = weight_T[:held]
+        in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:held] != 0
+        value_T = np.ones(held) if values is None else _numpy(values)[:held]
+        # What is left out, or padding, weighs 0.
+        omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
+        sums = _Sums(weight_T, in_mask_T, segments, value_T, omega_G)
+        has_values = values is not None or bool((omega_G != 1).any())
         shown = sums.shortest() if run.place.sizes["CP"] == 1 else None
         parts = [
             Part(
@@ -385,49 +398,75 @@ class Weighing:
                 sequence=first + segment,
                 name=heard.names[segment] if heard.names and segment < len(heard.names) else "",
                 shown=sums.shown(segment) if segment == shown else "",
-                **{**sums.of(segment), **({"missed": 0} if heard.id_of("zero", segment) else {})},
-                sample=heard.id_of("sample", segment),
-                prompt=heard.id_of("prompt", segment),
-                group=heard.id_of("group", segment),
+                **sums.of(segment, has_values=has_values),
+                **{kind: _id_of(ids, kind, segment) for kind in ("sample", "prompt", "group")},
+                told=_id_of(ids, "count", segment),
             )
             for segment in held_G
         ]
         return parts, num_sequences
 
 
+def _id_of(ids: Mapping[str, Sequence[Any]], kind: str, sequence: int) -> Any:
+    """Return what is known of a sequence; None if it is not."""
+    of_kind = ids.get(kind, ())
+    return of_kind[sequence] if sequence < len(of_kind) else None
+
+
 class _Sums:
-    """Sums over the tokens of each sequence of a call."""
+    """Sums over the tokens of each sequence of a call.
+
+    ``value_T``, ``omega_G``: what a token and a sequence weigh in the loss.
+    """
 
     def __init__(
-        self, weight_T: _Array, in_mask_T: _Array, segment_T: _Array, num_sequences: int
+        self,
+        weight_T: _Array,
+        in_mask_T: _Array,
+        segment_T: _Array,
+        value_T: _Array,
+        omega_G: _Array,
     ) -> None:
-        self._weight_T, self._in_mask_T, self._segment_T = weight_T, in_mask_T, segment_T
-        has_T, size = weight_T != 0, max(num_sequences, 1)
-        of, weight = segment_T[has_T], weight_T[has_T]
-        smallest, largest = np.full(size, np.inf), np.full(size, -np.inf)
-        np.minimum.at(smallest, of, weight)
-        np.maximum.at(largest, of, weight)
-        n_G = np.bincount(of, minlength=size)
+        own_T = value_T * omega_G[segment_T]
+        self._weight_T, self._segment_T = weight_T, segment_T
+        self._in_mask_T = in_mask_T = in_mask_T & (own_T != 0)
+        has_T, size = weight_T != 0, max(len(omega_G), 1)
+        of, n_G = segment_T[has_T], np.bincount(segment_T[has_T], minlength=size)
+
+        def bounds(values_T: _Array) -> tuple[_Array, _Array]:
+            smallest, largest = np.full(size, np.inf), np.full(size, -np.inf)
+            np.minimum.at(smallest, of, values_T)
+            np.maximum.at(largest, of, values_T)
+            return np.where(n_G > 0, smallest, 0.0), np.where(n_G > 0, largest, 0.0)
+
+        smallest, largest = bounds(weight_T[has_T])
         self._columns = {
             "tokens": n_G,
-            "weight_sum": np.bincount(of, weight, minlength=size),
-            "weight_min": np.where(n_G > 0, smallest, 0.0),
-            "weight_max": np.where(n_G > 0, largest, 0.0),
+            "weight_sum": np.bincount(of, weight_T[has_T], minlength=size),
+            "weight_min": smallest,
+            "weight_max": largest,
             "outside": np.bincount(segment_T[has_T & ~in_mask_T], minlength=size),
             "missed": np.bincount(segment_T[in_mask_T & ~has_T], minlength=size),
+            "length": np.bincount(segment_T, minlength=size),
         }
+        self._n_G = np.bincount(of, value_T[has_T], minlength=size)
+        with np.errstate(divide="ignore"):  # a token that should weigh nothing
+            self._bounds = bounds(weight_T[has_T] / own_T[has_T])
 
-    def of(self, segment: int) -> dict[str, Any]:
-        """Return the sums of a sequence."""
-        return {name: values[segment].item() for name, values in self._columns.items()}
+    def of(self, segment: int, *, has_values: bool) -> dict[str, Any]:
+        """Return the sums of a sequence; ``has_values``: if not all tokens weigh 1 in the loss."""
+        found = {name: values[segment].item() for name, values in self._columns.items()}
+        if has_values:
+            low, high = (values[segment].item() for values in self._bounds)
+            found |= {"n": self._n_G[segment].item(), "bounds": (low, high)}
+        return found
 
     def shortest(self) -> int | None:
         """Return the shortest sequence of which not every token has a weight, if it is short."""
-        lengths = np.bincount(self._segment_T, minlength=1)
-        columns = {name: values[: len(lengths)] for name, values in self._columns.items()}
-        able = (columns["tokens"] < lengths) | (columns["outside"] > 0)
-        able &= (columns["tokens"] > 0) & (lengths <= _SHOWN)
-        return int(np.where(able, lengths, _SHOWN + 1).argmin()) if able.any() else None
+        columns = self._columns
+        able = (columns["tokens"] < columns["length"]) | (columns["outside"] > 0)
+        able &= (columns["tokens"] > 0) & (columns["length"] <= _SHOWN)
+        return int(np.where(able, columns["length"], _SHOWN + 1).argmin()) if able.any() else None
 
     def shown(self, segment: int) -> str:
         """Return a sign for each position."""
@@ -446,8 +485,8 @@ def are_losses(losses: Any) -> bool:
     )
 
 
-def _checked(losses: Any, mask: Tensor | None) -> Tensor | None:
-    """Return the mask in the shape of the losses; raises for what are no losses of tokens."""
+def _checked(losses: Any, values: Tensor | None, what: str) -> Tensor | None:
+    """Return a value per loss, such as a mask; raises for what are no losses of tokens."""
     if not are_losses(losses):
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if got == ():
@@ -459,16 +498,23 @@ def _checked(losses: Any, mask: Tensor | None) -> Tensor | None:
             f"got {got}, expected the losses of tokens, [T] or [b, s]: a model that returns "
             "logits is weighed in a loop of one's own (docs/weigh.md)"
         )
-    return None if mask is None else _of_shape(mask, tuple(losses.shape))
+    return None if values is None else _of_shape(values, tuple(losses.shape), what)
 
 
-def _of_shape(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if mask.numel() != np.prod(shape) or (mask.dim() == len(shape) == 2 and mask.shape != shape):
+def _of_shape(values: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
+    is_other = values.dim() == len(shape) == 2 and values.shape != shape
+    if values.numel() != np.prod(shape) or is_other:
         raise ContractError(
-            f"got a mask of {tuple(mask.shape)} for losses of {shape}, expected the same shape: "
-            "pass the part of the mask that this rank holds, in the order of the losses"
+            f"got {what} of {tuple(values.shape)} for losses of {shape}, expected the same shape: "
+            "pass the part that this rank holds, in the order of the losses"
         )
-    return mask.detach()
+    return values.detach()
+
+
+def _numpy(values: Tensor) -> _Array:
+    """Return numbers per token, ``[T]``; waits for the device."""
+    found: _Array = values.detach().reshape(-1).double().cpu().numpy()
+    return found
 
 
 def _listed(ids: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet
 from megatron_lossagg.cli.weighed_picture import drawn, figure_of
@@ -38,6 +39,21 @@ def test_only_a_mode_that_weights_show_can_be_expected(capsys):
 def test_an_option_after_the_script_is_named_before_anything_starts(option, named, capsys):
     assert main(["weigh", "pretrain_gpt.py", "--lr", "0.1", option, "x.svg"]) == 2
     assert f"lossagg weigh {named} ... pretrain_gpt.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--steps=2", "--stop", "--json"])
+@pytest.mark.parametrize("is_of_script", [False, True])
+def test_an_option_that_a_script_may_have_is_named_if_it_has_none(
+    option, is_of_script, capsys, tmp_path, monkeypatch
+):
+    script, name = tmp_path / "pretrain_gpt.py", option.partition("=")[0]
+    script.write_text(f"parser.add_argument('{name}')" if is_of_script else "print('--stopped')")
+    (tmp_path / "utils.py").write_text("")
+    started = []
+    monkeypatch.setattr(run_command, "run", lambda args, before: started.append(args) or 1)
+    assert main(["weigh", str(script), option, "x"]) == (1 if is_of_script else 2)
+    assert (f"lossagg weigh {name} ... " in capsys.readouterr().err) == (not is_of_script)
+    assert len(started) == is_of_script
 
 
 def test_the_report_stands_below_what_training_prints_with_its_files(capsys, tmp_path):

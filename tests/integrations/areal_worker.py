@@ -205,6 +205,7 @@ def error_of(named, chunks, saved, first):
         factor = DP * CP if how == "per_token" else 1.0
         wanted = framework_step.tokens_and_weights(mode, factor=factor)
         framework_step.assert_weighed(WEIGHED["pg_loss"], wanted)
+        framework_step.assert_named(WEIGHED["pg_loss"], mode, is_ours=how == "ours", factor=factor)
         print(f"{named}: weighed", flush=True)
     if how == "m2po":
         return difference(chunk, first)

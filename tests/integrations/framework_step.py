@@ -169,6 +169,21 @@ def assert_weighed(step, wanted, *, tolerance=1e-10):
     assert step.inside < 1 + tolerance
 
 
+def assert_named(step, aggregation, *, is_ours, factor=1.0):
+    """The mode is named, and first if it is ours; what is not counted stands beside its name.
+
+    No token of the mask is said to be missed.
+    """
+    assert not step.missed, step.verdict
+    if factor != 1:
+        return
+    if is_ours:
+        assert str(step.trains).split(" ")[0] == aggregation.mode, str(step)
+        assert (" without its " in step.trains) == (not aggregation.count_empty), str(step)
+    else:
+        assert step.fits_mode(aggregation.mode) or aggregation.divisor, str(step)
+
+
 def tokens_and_weights(aggregation, *, factor=1.0):
     """Return them of each sequence that is not fully masked; a sequence is a sample."""
     step = samples()

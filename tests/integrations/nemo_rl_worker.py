@@ -345,7 +345,7 @@ def weigh():
         loss_fn = LOSSES[loss] if mode == "stock" else loss_of(loss, mode)
         worker.train(shard, loss_fn, gbs=SEQUENCES_PER_STEP, mbs=int(size))
         if dist.get_rank() == 0:
-            assert found.keys() == {"actor_loss", "kl"}
+            assert found.keys() == {"actor_loss", "kl"}, (case, [*found])
             for steps in found.values():
                 wanted = by_hand(data, loss if mode == "stock" else mode)
                 for step, want in zip(steps, wanted, strict=True):

@@ -76,6 +76,7 @@ from megatron_lossagg.integrations import weigh_rl  # noqa: E402
 from megatron_lossagg.integrations._weigh_skyrl import SCALE  # noqa: E402
 from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
 from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
+from megatron_lossagg.weigh import told  # noqa: E402
 
 MegatronModelWrapper = megatron_model_wrapper.MegatronModelWrapper
 assert megatron_worker.__file__.startswith(CHECKOUT)
@@ -269,6 +270,9 @@ def check_weighed(weighed, cfg, case, terms, chunks, *, is_patched):
     numbered = {sequence["number"]: sum(sequence["mask"]) for sequence in SAMPLES}
     wanted = [(numbered[number], weight) for number, weight in found.items()]
     framework_step.assert_weighed(weighed["loss"], wanted, tolerance=max(BOUND, 1e-10))
+    if terms != "nll" and "microbatch" not in aggregation.mode:
+        is_ours = case in framework_step.CASES
+        framework_step.assert_named(weighed["loss"], aggregation, is_ours=is_ours)
     if is_patched or cfg.max_tokens_per_microbatch > 0 or "kl" not in terms:
         return
     kl, entropy = [], []
@@ -314,6 +318,7 @@ def main():
     for named, case, terms, cfg, made in prepared:
         is_packed = named.endswith("bins/0")  # rows of several sequences are refused
         MegatronModelWrapper.forward_backward_mini_batch = stock if is_packed else carrying
+        told.own[:] = [framework_step.CASES[case]] if case in framework_step.CASES else []
         metrics = (train_sft if terms == "nll" else train)(chunk, cfg, made)
         error = torch.tensor(framework_step.worst_error(chunk, saved[case, terms][1]))
         dist.all_reduce(error, op=dist.ReduceOp.MAX)

@@ -94,6 +94,13 @@ def test_each_token_weighs_what_loops_over_completions_say(
             assert got == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize("aggregation", ["prompt_mean", "sample_mean"])
+@pytest.mark.parametrize(("layout", "data"), [("DP 2", "padded"), ("CP 2", "packed")])
+def test_our_own_mode_is_named(train, layout, data, aggregation):
+    numbers = train(aggregation, *LAYOUTS[layout], data, "weigh=true", 'loss_type="dapo"')
+    assert {one.split(" ")[0] for one in numbers["trains"]} == {aggregation}
+
+
 def test_packed_at_cp_2_ms_swifts_own_gradient_differs_as_much(train):
     alone = train("stock", 1, 1, "average", "packed")
     split = train("stock", 2, 2, "average", "packed")

@@ -315,6 +315,7 @@ def train(path, mode, cp, loss_scaling, layout, more):
         trainer.rollout_importance_sampling_mode = "token_truncate"
     trainer.train(Prompts(64, seed=0), Prompts(8, seed=1))
     if weighing is not None:
+        trainer.written["trains"] = [str(step.trains) for step in weighing.weighed]
         trainer.written["weighed"] = [
             [(one.tokens, one.weight_min, one.weight_max) for one in step.sequences]
             for step in weighing.weighed

@@ -137,7 +137,8 @@ def test_a_measured_factor_is_named_by_the_sizes_it_equals(factor, names):
 
 def test_a_factor_equal_to_several_sizes_is_named_by_all_of_them():
     facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2))
-    assert symbols(4.0, facts, tolerance=1e-9) == ["M DP", "M CP", "DP CP"]
+    products = ["M DP", "M CP", "DP CP", "M^2", "DP^2", "CP^2"]
+    assert symbols(4.0, facts, tolerance=1e-9) == products
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 4])

@@ -108,7 +108,7 @@ def test_a_sum_that_knows_no_sizes_is_off_by_them():
     assert check.references == {"average": "0.142857 = 1/7 times token_sum"}
     assert [[*case.equals] for case in check.cases][:4] == [["1/M"], ["1/DP"], ["1/CP"], []]
     assert check.cases[4].factor == pytest.approx(1 / 12)
-    assert check.cases[4].equals[-1] == "1/(M DP CP)"
+    assert check.cases[4].equals[0] == "1/(M DP CP)"
     assert check.cases[0].measured == "0.333333 = 1/3 = 1/M"
 
 

@@ -81,7 +81,7 @@ def run(one):
     if one.factor is not None:
         assert step.factor == pytest.approx(one.factor)
     if one.is_known and weights is not None:
-        at = 0
+        at, weights = 0, weights[weights != 0]
         for s in step.sequences:
             part, at = weights[at : at + s.tokens], at + s.tokens
             values = [s.weight_sum, s.weight_min, s.weight_max]

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from program_table import main, rounding, row
 
-from megatron_lossagg import Aggregation, LossAggregator
+from megatron_lossagg import Aggregation, LossAggregator, Options
 from megatron_lossagg.integrations import _weigh_terms, weigh_script
 from megatron_lossagg.weigh.weighing import Weighing
 
@@ -567,29 +567,64 @@ def ulysses():
 
 
 def aggregated(
-    *, per_token, inside=True, mode="sample_mean", deferred=False, ids=None, ddp=None, **options
+    *,
+    per_token,
+    inside=True,
+    mode="sample_mean",
+    deferred=False,
+    ids=None,
+    numbers=None,
+    value=None,
+    rejects=None,
+    lengths=toy.LENGTHS,
+    weight=None,
+    ddp=None,
+    **options,
 ):
-    found = toy.sequences()
+    """Weigh a step of this package.
+
+    ``ids``, ``numbers``: columns of a step, of a sequence. ``value``: of a token, by its position
+    in the sequence. ``rejects``: which positions the mask lacks after they were counted.
+    """
+    found = toy.sequences(lengths)
     chunk = toy.chunk_of(toy.total(found), per_token=per_token, ddp=ddp)
-    aggregator = LossAggregator([chunk], Aggregation(mode, **options))
+    count = {} if value is None else {"count": "weights"}
+    aggregator = LossAggregator(
+        [chunk],
+        Aggregation(mode, **count, **options),
+        options=Options(rejects_tokens=rejects is not None),
+    )
     chunk.zero_grad_buffer()
     weighing = Weighing([chunk])
 
+    def values(s):
+        return [value(t) for t in range(s.n)]
+
     def train(mine):
+        columns = {name: [int(of(s)) for s in mine] for name, of in (ids or {}).items()}
+        columns |= {name: [of(s) for s in mine] for name, of in (numbers or {}).items()}
+        if value is not None:
+            columns["token_weight_sums"] = [sum(values(s)) for s in mine]
         step = aggregator.step(
             active_tokens=[s.n for s in mine],
             num_microbatches=len({s.microbatch for s in mine}),
-            **{name: [int(of(s)) for s in mine] for name, of in (ids or {}).items()},
+            **columns,
         )
-        first, numbers = {}, iter(sorted({s.microbatch for s in mine}))
+        first, microbatches = {}, iter(sorted({s.microbatch for s in mine}))
         for at, s in enumerate(mine):
             first.setdefault(s.microbatch, at)
 
         def loss_func(of_microbatch, losses):
-            at = first[next(numbers)]
+            at = first[next(microbatches)]
             lengths = toy.lengths_of(of_microbatch)
-            ones = torch.ones(len(losses), dtype=torch.int)
-            mb = made.microbatch(range(at, at + len(lengths)), ones, lengths=lengths)
+            keeps = [rejects is None or not rejects(t) for s in of_microbatch for t in range(s.n)]
+            more = {}
+            if value is not None:
+                every = [one for s in of_microbatch for one in values(s)]
+                more = {"token_weights": torch.tensor(every)}
+            mb = made.microbatch(
+                range(at, at + len(lengths)), torch.tensor(keeps).int(), lengths=lengths, **more
+            )
             loss = mb.reduce(losses)
             return mb.outputs(loss, report={"loss": loss})
 
@@ -614,7 +649,12 @@ def aggregated(
         "row_mean": lambda s: 1 / (number_of(sample, found) * s.b_mb * s.n),
         "length_power": lambda s: s.n**-0.5 / sum(o.n**0.5 for o in found),
     }
-    return weighing, toy.gradient_of(chunk), toy.by_hand(found, weight_of[mode])
+    by_hand = toy.by_hand(found, weight_of[mode] if weight is None else partial(weight, found))
+    for s in found:
+        for t, place in enumerate(s.tokens):
+            by_hand[place] *= 1 if value is None else value(t)
+            by_hand[place] *= rejects is None or not rejects(t)
+    return weighing, toy.gradient_of(chunk), by_hand
 
 
 def by_prompt(s, found):
@@ -673,6 +713,139 @@ for per_token in (False, True):
         row(f"our deferred {mode}, {scaling}, weighed as a whole", trains=mode)(
             partial(aggregated, per_token=per_token, inside=False, mode=mode, deferred=True)
         )
+
+
+# What the run itself weighs its tokens and sequences by
+
+
+def value(t):
+    return (1.0, 0.5, 2.0, 0.0)[t % 4]
+
+
+def sum_of(s):
+    return sum(value(t) for t in range(s.n))
+
+
+def of_number(s):
+    return (0.25, 0.0, 2.0)[s.number + s.rank]
+
+
+def second(s):
+    return s.number == 1
+
+
+def kept(found):
+    return [s for s in found if not second(s)]
+
+
+LONGER = (((7, 5), (6,)), ((5,), (8, 9)))
+"""Of which every sequence keeps a token."""
+OWN_WEIGHTS = {
+    "token_mean of token weights": {
+        "mode": "token_mean",
+        "value": value,
+        "weight": lambda found, s: 1 / sum(map(sum_of, found)),
+    },
+    "sample_mean of token weights": {
+        "mode": "sample_mean",
+        "value": value,
+        "weight": lambda found, s: 1 / (len(found) * sum_of(s)),
+    },
+    "token_mean, sequences with weights of their own, one of them 0": {
+        "mode": "token_mean",
+        "numbers": {"sequence_weight": of_number},
+        "weight": lambda found, s: of_number(s) / toy.total(found),
+    },
+    "sample_mean, sequences with weights of their own, one of them 0": {
+        "mode": "sample_mean",
+        "numbers": {"sequence_weight": of_number},
+        "weight": lambda found, s: of_number(s) / (len(found) * s.n),
+    },
+    "sample_mean without those that are left out": {
+        "mode": "sample_mean",
+        "numbers": {"left_out": second},
+        "weight": lambda found, s: 0 if second(s) else 1 / (len(kept(found)) * s.n),
+    },
+    "token_mean without those that are left out": {
+        "mode": "token_mean",
+        "numbers": {"left_out": second},
+        "weight": lambda found, s: 0 if second(s) else 1 / toy.total(kept(found)),
+    },
+    "sample_mean whose tokens are rejected after they were counted": {
+        "mode": "sample_mean",
+        "rejects": lambda t: t % 3 == 1,
+        "lengths": LONGER,
+    },
+    "token_mean whose tokens are rejected after they were counted": {
+        "mode": "token_mean",
+        "rejects": lambda t: t % 3 == 1,
+        "lengths": LONGER,
+    },
+}
+for name, how in OWN_WEIGHTS.items():
+    for per_token in (False, True):
+        scaling = "per-token" if per_token else "average"
+        row(f"our {name}, {scaling}", trains=how["mode"])(
+            partial(aggregated, per_token=per_token, **how)
+        )
+EQUAL = (((4, 4), (4, 4)), ((4, 4), (4, 4)))
+for mode, how in {
+    "sample_mean": {},
+    "prompt_mean": {"ids": {"prompt": prompt}},
+    "length_power": {"exponent": 0.5},
+}.items():
+    row(
+        f"our {mode} of equal lengths is named first",
+        trains=mode,
+        says=f"trains {mode}, and so token_mean",
+    )(partial(aggregated, per_token=True, mode=mode, lengths=EQUAL, **how))
+
+
+def with_values(name, weight, **expected):
+    """A loop of one's own that says what its tokens weigh."""
+
+    @row(f"a loop with token weights, {name}", **expected)
+    def run():
+        found = toy.sequences(LONGER)
+        chunk = toy.chunk_of(toy.total(found))
+        weighing, weights = Weighing([chunk], num_microbatches=toy.M), []
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                values = torch.tensor([value(t) for s in mine for t in range(s.n)])
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)),
+                    torch.ones(len(values)),
+                    lengths=toy.lengths_of(mine),
+                    token_weights=values,
+                )
+                w = [weight(s, found, t) for s in mine for t in range(s.n)]
+                ((losses * torch.tensor(w)).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        weights = [weight(s, found, t) for s in found for t in range(s.n)]
+        return weighing, toy.gradient_of(chunk), np.array(weights)
+
+
+with_values(
+    "a right token_mean",
+    lambda s, found, t: value(t) / sum(map(sum_of, found)),
+    trains="token_mean",
+)
+with_values(
+    "a right sample_mean",
+    lambda s, found, t: value(t) / (len(found) * sum_of(s)),
+    trains="sample_mean",
+)
+with_values(
+    "which are not in it",
+    lambda s, found, t: 1 / toy.total(found),
+    says="without its weights of tokens and sequences it is token_mean",
+)
+with_values(
+    "which are not in its denominator",
+    lambda s, found, t: value(t) / toy.total(found),
+    says="a constant factor on token_mean",
+)
 
 
 # The mask
@@ -802,6 +975,160 @@ weighed_as(
     lambda s, found: toy.M / (toy.M * toy.world() * s.b_mb * s.n),
     says="a mean of one sample mean per microbatch, times 2 = M",
 )
+
+
+# Masked tokens, which a mean divides by, or not
+
+
+def trained(t):
+    return t % 3 != 0
+
+
+def kept_of(found):
+    """How many tokens of some sequences are trained."""
+    return sum(trained(t) for s in found for t in range(s.n))
+
+
+def padded_as(name, weight, **expected):
+    """A row whose losses are masked in part; ``weight``: of a sequence, its microbatch, and all."""
+
+    @row(f"masked tokens, {name}", **expected)
+    def run():
+        found = toy.sequences((((7, 5), (8,)), ((5,), (8, 9))))
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M)
+
+        def weights_of(sequences):
+            return [
+                trained(t) * weight(s, toy.own(found, s.microbatch, s.rank), found)
+                for s in sequences
+                for t in range(s.n)
+            ]
+
+        def loss_func(mine, losses):
+            return (losses * torch.tensor(weights_of(mine))).sum() * toy.M * toy.world(), {}
+
+        with weighing:
+            toy.schedule(chunk, found, loss_func, weighing)
+        return weighing, toy.gradient_of(chunk), np.array(weights_of(found))
+
+
+def means(found):
+    return toy.M * toy.world()
+
+
+padded_as(
+    "a mean over all tokens of each microbatch, masked or not",
+    lambda s, mb, found: 1 / (means(found) * toy.total(mb)),
+    says="a mean of one mean over padded tokens per microbatch",
+)
+padded_as(
+    "a division by all tokens of the step",
+    lambda s, mb, found: 1 / toy.total(found),
+    says="= N/(padded tokens)",
+)
+padded_as(
+    "token means of microbatches, weighted by padded tokens",
+    lambda s, mb, found: toy.total(mb) / toy.total(found) / kept_of(mb),
+    says="token means of each microbatch, weighted by its padded tokens",
+)
+padded_as(
+    "token means of microbatches, weighted by padded tokens, M times",
+    lambda s, mb, found: toy.M * toy.total(mb) / toy.total(found) / kept_of(mb),
+    says="weighted by its padded tokens, times 2 = M",
+)
+padded_as(
+    "a mean of samples' sums over their padded lengths",
+    lambda s, mb, found: 1 / (len(found) * s.n),
+    says="sample_mean of padded lengths",
+)
+padded_as(
+    "stock",
+    lambda s, mb, found: 1 / (means(found) * kept_of(mb)),
+    trains="microbatch_token_mean",
+)
+padded_as("a right token_mean", lambda s, mb, found: 1 / kept_of(found), trains="token_mean")
+
+
+# Two steps, which decide between causes
+
+
+TALLER = (((3, 5), (4,), (2, 2)), ((2,), (6, 1), (5,)))
+"""Of three microbatches."""
+
+
+def two_steps(name, weight, *, then=TALLER, **expected):
+    """``weight``: of a token of a sequence, of all sequences and M, in two steps of other sizes."""
+
+    @row(f"two steps, {name}", **expected)
+    def run():
+        before = None
+        for lengths in (toy.LENGTHS, then):
+            found, m = toy.sequences(lengths), len(lengths[0])
+            chunk = toy.chunk_of(toy.total(found))
+            weighing = Weighing([chunk], num_microbatches=m)
+
+            def loss_func(mine, losses, found=found, m=m):
+                w = torch.tensor([weight(s, found, m) for s in mine for _ in s.tokens])
+                return (losses * w).sum() * m * toy.world(), {}
+
+            with weighing:
+                toy.schedule(chunk, found, loss_func, weighing)
+            step = weighing.weighed().after(before)
+            before = step
+        weights = toy.by_hand(found, lambda s: weight(s, found, m))
+        return {"loss": step}, toy.gradient_of(chunk), weights
+
+
+two_steps(
+    "M times a token mean",
+    lambda s, found, m: m / toy.total(found),
+    says="a constant factor on token_mean: 3 = M, in 2 steps",
+)
+two_steps(
+    "DP times a token mean, which M was in the first",
+    lambda s, found, m: toy.world() / toy.total(found),
+    on=2,
+    says="a constant factor on token_mean: 2 = DP, in 2 steps",
+)
+two_steps(
+    "a number of its own, which 1/M was in the first",
+    lambda s, found, m: 1 / 2 / toy.total(found),
+    says="a constant factor on token_mean: 0.5, in 2 steps",
+    on=1,
+)
+two_steps(
+    "1/B of a token mean",
+    lambda s, found, m: 1 / len(found) / toy.total(found),
+    says="= 1/B, in 2 steps",
+)
+two_steps(
+    "a number of its own, which 1/B was in the first",
+    lambda s, found, m: 1 / (3 * WORLD) / toy.total(found),
+    then=(((3, 5, 2), (4,)), ((2,), (6, 1, 3))),
+    says=f"a constant factor on token_mean: {1 / (3 * WORLD):.6g}, in 2 steps",
+)
+two_steps(
+    "constant, whose L is the same in both",
+    lambda s, found, m: 1 / (len(found) * 40),
+    says="or constant, if L is 40",
+)
+two_steps(
+    "a sum over samples whose factor is of no constant",
+    lambda s, found, m: m / len(found),
+    says="a constant factor on sample_sum: 3 = M, in 2 steps",
+)
+two_steps(
+    "a mean of sample means per microbatch, M times",
+    lambda s, found, m: 1 / (toy.world() * s.b_mb * s.n),
+    says="a mean of one sample mean per microbatch, times 3 = M, in 2 steps",
+)
+two_steps(
+    "another factor in each",
+    lambda s, found, m: (1.3 if m == 2 else 1.7) / toy.total(found),
+    says="no cause explains the step before it too",
+)
+two_steps("a right token_mean", lambda s, found, m: 1 / toy.total(found), trains="token_mean")
 
 
 # Scripts of Megatron-LM, and the terms of a framework.

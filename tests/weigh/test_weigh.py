@@ -7,7 +7,7 @@ import pytest
 from conftest import each_check
 
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
-from megatron_lossagg.weigh.ratios import equal_products
+from megatron_lossagg.weigh.ratios import equal_to
 from megatron_lossagg.weigh.report import as_json, text
 
 output_of_dp2, test_dp2 = each_check("weigh/weigh_worker.py", processes=2)
@@ -185,7 +185,7 @@ def test_microbatches_without_a_token_are_means_too():
     assert step.weight_sum == pytest.approx(0.5)
     assert step.causes == ("a mean of one token mean per microbatch; 2 of 4 have no token",)
     words = "a mean of one token mean per microbatch and context-parallel rank; 13 of 132 have none"
-    lines = text(replace(step, causes=(words,)), number=12).splitlines()
+    lines = text(replace(step, faults=(words,)), number=12).splitlines()
     assert max(map(len, lines)) <= 80
 
 
@@ -290,10 +290,24 @@ def test_the_object_has_one_entry_per_sequence_and_their_weights_sum():
     assert {entry["step"] for entry in made["sequences"]} == {3}
 
 
-def test_products_of_sizes_are_named_shortest_first():
-    sizes = {"M": 2, "DP": 3, "CP": 1}
-    assert equal_products(6.0, sizes, {"N": 6}, tolerance=1e-9) == ["N", "M DP"]
-    assert equal_products(1 / 2, sizes, {"N": 6}, tolerance=1e-9) == ["1/M"]
+@pytest.mark.parametrize(
+    ("factor", "only_products", "names"),
+    [
+        (6.0, True, ["N"]),
+        (1 / 2, True, ["1/M"]),
+        (1 / 6, True, ["1/N"]),
+        (12.0, False, ["M N"]),
+        (24.0, False, ["M^2 N"]),
+        (1.5, False, ["DP/M"]),
+        (1.5, True, []),
+        (4.0, True, []),
+        (0.0, False, []),
+        (1.0, False, []),
+    ],
+)
+def test_the_quotients_with_the_fewest_factors_are_named(factor, only_products, names):
+    sizes, rest = {"M": 2, "DP": 3, "CP": 1}, {"tolerance": 1e-9, "only_products": only_products}
+    assert equal_to(factor, sizes, {"N": 6}, **rest) == names
 
 
 def parts_of(*bounds):
