@@ -361,10 +361,12 @@ def all_reported(reports: Sequence[dict[str, Tensor]], names: Sequence[str]) -> 
 def whole_gradient(chunk: Any, parameter: Any) -> Tensor:
     """Put a parameter's gradient together from what an engine has reduced on each rank.
 
-    One all-gather of objects over the ranks that share it.
+    If they have shards of it, one all-gather of objects over the ranks that share it.
     """
     engine = engine_of(chunk)
     own, first = engine.reduced(parameter)
+    if not engine.shards:
+        return own.view(parameter.shape)
     is_dense = getattr(parameter, "allreduce", True)
     group = engine.dp_cp_group if is_dense else engine.expert_group
     pieces: list[Any] = [None] * dist.get_world_size(group)

@@ -65,7 +65,8 @@ class Measured:
     values: list[dict[str, float]]
     """K and the reported values of every rank of the last stage; NaN and inf are kept."""
     weighed: list[WeighedSequence] | None
-    """Each sequence's weight, measured at y; None under the hook and forward-only."""
+    """Each sequence's weight, measured at y; None under the hook, on Megatron-FSDP and
+    forward-only."""
     fault: str
     """The first rank's error message for a mask or a loss; empty if there was none."""
 
@@ -186,8 +187,10 @@ class Run:
         """Run a step in a loop of our own: an aggregator and its step."""
         faults: list[str] = []
         step = self.begin(case, forward_only=forward_only)
-        m = self.num_microbatches
-        weighing = None if forward_only else Weighing(self.chunks, num_microbatches=m)
+        is_weighed = not forward_only and self.parallelism.megatron_fsdp == "off"
+        weighing = (
+            Weighing(self.chunks, num_microbatches=self.num_microbatches) if is_weighed else None
+        )
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)

@@ -139,7 +139,7 @@ def stock(mine, losses):
 def gradient_of(chunk):
     """Return the reduced gradient of each token, whatever part of it each rank has."""
     ((_, parameter),) = engine_of(chunk).parameters()
-    return whole_gradient(chunk, parameter).double().numpy()
+    return whole_gradient(chunk, parameter).double().numpy().copy()
 
 
 def weighed_step(chunk, found, loss_func=stock, weighing=None):
