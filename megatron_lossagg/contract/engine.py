@@ -158,9 +158,11 @@ class _Ddp(Engine):
         if isinstance(self.chunk, DistributedDataParallel) and not is_fsdp:
             return ""
         return (
-            f"got a {kind}, expected Megatron-Core's DistributedDataParallel or Megatron-FSDP: "
-            "pass the wrapped chunks that the schedule gets, after wrapping; torch's FSDP2 is not "
-            "supported, because its scale_gradients does nothing"
+            f"got a {kind}, expected Megatron-Core's DistributedDataParallel or its "
+            "FullyShardedDataParallel of Megatron-FSDP, version 1 (not the MegatronFSDP of the "
+            "wheel megatron-fsdp, which has no groups of Megatron's): pass the wrapped chunks that "
+            "the schedule gets, after wrapping; torch's FSDP2 is not supported, because its "
+            "scale_gradients does nothing"
         )
 
     def factors(self, *, of_experts: bool) -> set[float]:
