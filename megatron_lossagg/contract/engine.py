@@ -194,9 +194,11 @@ class _Ddp(Engine):
         if isinstance(self.chunk, DistributedDataParallel) and not is_fsdp:
             return ""
         return (
-            f"got a {kind}, expected Megatron-Core's DistributedDataParallel or Megatron-FSDP: "
-            "pass the wrapped chunks that the schedule gets, after wrapping; torch's FSDP2 is not "
-            "supported, because its scale_gradients does nothing"
+            f"got a {kind}, expected Megatron-Core's DistributedDataParallel or its "
+            "FullyShardedDataParallel of Megatron-FSDP, version 1 (not the MegatronFSDP of the "
+            "wheel megatron-fsdp, which has no groups of Megatron's): pass the wrapped chunks that "
+            "the schedule gets, after wrapping; torch's FSDP2 is not supported, because its "
+            "scale_gradients does nothing"
         )
 
     def factors(self, *, of_experts: bool) -> set[float]:
@@ -362,11 +364,6 @@ class _MegatronFsdp(Engine):
             )
         if strategy == "no_shard" and not self._overlaps and max(sizes) > 1 and release < (0, 18):
             return f"{at} without overlap_grad_reduce, which reduces no gradient: set it"
-        if self._is_hybrid and not self._overlaps:
-            return (
-                f"{at} in several optimizer instances without overlap_grad_reduce, which reduces "
-                "no gradient over the instances: take 'optim_grads', or one instance"
-            )
         if strategy == "optim" and self._overlaps and release < (0, 17):
             return (
                 f"{at} and overlap_grad_reduce, which adds a rank's own gradients to the reduced "

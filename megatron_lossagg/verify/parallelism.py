@@ -169,6 +169,11 @@ class Parallelism:
             raise ProofError("several optimizer instances need --distributed-optimizer")
         if is_fsdp and not self.megatrons_losses:
             raise ProofError("Megatron-FSDP has no float64 gradients: add --float32 or --bf16")
+        if is_fsdp and self.pp > 1:
+            raise ProofError(
+                f"Megatron-Core builds no Megatron-FSDP with pp {self.pp} (its mesh of ranks has "
+                "no pipeline stages): leave pp at 1"
+            )
         if self.outer_sharding and not (is_fsdp and self.optimizer_instances > 1):
             raise ProofError("outer_sharding needs --megatron-fsdp and several optimizer instances")
         if (self.dp * self.cp) % self.optimizer_instances:

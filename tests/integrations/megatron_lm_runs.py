@@ -47,6 +47,7 @@ FSDP = shlex.split(
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer "
     "--data-parallel-sharding-strategy"
 )
+INSTANCES = ["--num-distributed-optimizer-instances", "2"]
 SIZES = {
     "DP2": (2, []),
     "CP2": (2, CP2),
@@ -61,6 +62,8 @@ FSDP_SIZES = {
     "FSDP-DP2": (2, [*FSDP, "optim_grads_params"]),
     "FSDP-CP2": (2, [*CP2, *FSDP, "optim"]),
     "FSDP-DP2xCP2": (4, [*CP2, *FSDP, "optim_grads"]),
+    # Only under a no_sync_func, which the script itself sets.
+    "FSDP-instances": (4, [*FSDP, "optim_grads", "--overlap-grad-reduce", *INSTANCES]),
 }
 """Of runs on Megatron-FSDP."""
 

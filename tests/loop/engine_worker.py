@@ -319,6 +319,12 @@ def check_stock_has_no_buffers_of_float64_and_no_mesh_of_pipeline_stages():
         mcore_fsdp_adapter._get_dp_tp_mesh(alone, alone)  # of two stages of one rank
 
 
+def check_what_the_wheel_wraps_is_refused_by_name():
+    live = Live("optim_grads")
+    with refused("got a MegatronFSDP", "not the MegatronFSDP of the wheel megatron-fsdp"):
+        LossAggregator(live.chunk.module, "token_mean")  # as the wheel makes it, without adapter
+
+
 def check_gradients_of_an_earlier_call_and_a_flipped_loss_scaling_are_refused():
     live = Live("optim_grads_params")
     aggregator = LossAggregator(live.chunk, "token_mean")

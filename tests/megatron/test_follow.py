@@ -11,11 +11,14 @@ from ranks import rows_of
 from megatron_lossagg.verify.job import LOSS_SCALINGS, Job, write_job
 from megatron_lossagg.verify.parallelism import Parallelism
 
+SHARDED = {"moe": True, "float32": True, "megatron_fsdp": "optim_grads_params"}
 FOLLOWED = {
     "MoE-DP2": Parallelism(dp=2, moe=True),
     "MoE-PP2": Parallelism(pp=2, moe=True),
     "MoE-CP2": Parallelism(cp=2, moe=True),
     "MoE-TP2-SP": Parallelism(tp=2, ep=2, sequence_parallel=True, moe=True),
+    "MoE-FSDP-DP2": Parallelism(dp=2, **SHARDED),
+    "MoE-FSDP-CP2": Parallelism(cp=2, **{**SHARDED, "megatron_fsdp": "optim"}),
     "MTP-DP2": Parallelism(dp=2, mtp=True, float32=True),
     "MTP-CP2": Parallelism(cp=2, mtp=True, float32=True),
 }

@@ -69,6 +69,13 @@ def gradients(chunks):
 
 
 def _buffers(chunk):
-    if hasattr(chunk, "param_and_grad_buffer"):  # Megatron-FSDP
-        return [g.main_grad_buffer.data for g in chunk.param_and_grad_buffer.parameter_groups]
+    if hasattr(chunk, "param_and_grad_buffer"):  # Megatron-FSDP, whose padding holds anything
+        groups = chunk.param_and_grad_buffer.parameter_groups
+        buffers = [group.main_grad_buffer for group in groups]
+        items = [
+            buffer.get_item(place, only_shard=True)
+            for buffer in buffers
+            for place in buffer.item_index_map
+        ]
+        return [torch.cat(items)]
     return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

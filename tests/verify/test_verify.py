@@ -188,6 +188,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--moe", "--ep", "3", "--dp", "2"], "ep 3 does not divide dp * cp * tp = 2"),
         (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "expected a multiple of pp 2"),
         (["--dp", "2", "--mtp"], "add --float32"),
+        (["--pp", "2", "--megatron-fsdp", "optim", "--float32"], "no Megatron-FSDP with pp 2"),
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
