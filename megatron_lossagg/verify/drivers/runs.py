@@ -1,0 +1,604 @@
+"""What the command line does with a framework's driver: find it, run it, say what is missing.
+
+A driver runs on ranks of their own, since importing a framework may be slow, may fail, and may end
+the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.abc
+import importlib.machinery
+import math
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module, invalidate_caches
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import megatron_lossagg
+from megatron_lossagg.errors import ContractError, ProofError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.job import Event, failure_of, launched
+from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.text import error_text, number_of
+
+if TYPE_CHECKING:
+    from megatron_lossagg.verify.drivers.driver import Driver, Reference
+    from megatron_lossagg.weigh.compare import Weighed
+
+State = Literal["PASS", "FAIL", "NOT RUN"]
+PASS: State = "PASS"
+FAIL: State = "FAIL"
+NOT_RUN: State = "NOT RUN"
+
+TIMEOUT = 600.0
+"""Seconds that a driver may take, imports included."""
+ALL = "all"
+"""All settings of a framework's own."""
+_PACKAGE = Path(megatron_lossagg.__file__).parent
+_MOST = 200
+"""Modules that are looked for: an import that never ends would be a fault here."""
+_DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "git": "gitpython",
+    "hydra": "hydra-core",
+    "megatron.core": "megatron-core",
+    "pynvml": "nvidia-ml-py",
+    "transfer_queue": "TransferQueue",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+"""Names of packages by their modules, if they are not the module's with hyphens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """A training framework."""
+
+    package: str
+    imports: tuple[str, ...]
+    """What its driver imports."""
+    written_for: str
+    """The commits and releases that the integration was tested with."""
+    unused: tuple[str, ...] = ()
+    """What it imports and its step never calls: placeholders stand there if it is not installed."""
+    is_hooked: bool = False
+    """Whether its integration is around Megatron's schedule: verified by ``--hooked`` too."""
+
+
+_SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
+_ROLLOUTS = (
+    *_SERVING,
+    *("six", "wandb", "tensorboard", "PIL", "pandas", "pybase64", "msgspec", "zmq", "starlette"),
+    *("transfer_queue", "aiohttp", "cachetools", "fastapi", "uvicorn", "openai", "datasets"),
+)
+
+FRAMEWORKS: dict[str, Framework] = {
+    "slime": Framework(
+        package="slime",
+        imports=(
+            "megatron.training",
+            "ray",
+            "slime.utils.arguments",
+            "slime.backends.megatron_utils.actor",
+            "slime.ray.rollout",
+        ),
+        written_for="624b824a",
+        unused=_ROLLOUTS,
+    ),
+    "miles": Framework(
+        package="miles",
+        imports=(
+            "megatron.training",
+            "ray",
+            "miles.utils.arguments",
+            "miles.backends.megatron_utils.model",
+            "miles.ray.rollout.train_data_conversion",
+        ),
+        written_for="31f1ca96",
+        unused=_ROLLOUTS,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a mode ended under a framework; numbers are None if there was nothing to compare."""
+
+    check: str
+    function: str
+    state: State
+    loss_error: float | None = None
+    """Of what the framework logs, relative, the largest of its terms."""
+    weights_error: float | None = None
+    """Of a token's weight, relative, the largest of all sequences and terms."""
+    explanation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverJob:
+    """Steps of a framework: what :func:`~megatron_lossagg.verify.job.launched` runs.
+
+    ``setting``: one of its own, by name, or all; empty for its default, None for none of them.
+    ``aggregations``: those that are trained after it; None for all that the driver has. ``edges``:
+    whether the batch has fully masked sequences, and samples of several.
+    """
+
+    framework: str
+    parallelism: Parallelism
+    setting: str | None
+    aggregations: Sequence[Aggregation] | None
+    edges: bool
+
+    def run(self) -> Iterator[Event]:
+        """Run the steps on this rank; yield an event for each."""
+        sys.meta_path.append(Placeholders(FRAMEWORKS[self.framework].unused))
+        import megatron_lossagg.cpu as cpu
+
+        cpu.install()
+        try:
+            from megatron_lossagg.verify.drivers.drawn import draw
+
+            drawn = draw(edges=self.edges)
+            driver = driver_of(self.framework)(self.parallelism, drawn)
+            prepared = [(trained, driver.prepare(trained)) for trained in self._trained(driver)]
+        except (Exception, SystemExit) as error:
+            yield {"outcome": asdict(not_imported(error, self.framework))}
+            return
+        import torch.distributed as dist
+
+        from megatron_lossagg.verify.drivers.driver import reference_of
+        from megatron_lossagg.verify.world import join_world, split_world
+
+        join_world()
+        with split_world(Parallelism(dp=self.parallelism.world_size)):
+            reference = reference_of(driver)
+        with split_world(self.parallelism):
+            driver.start()
+            terms: dict[str, Weighed] = {}
+            driver.listen(lambda step, _, term: terms.update({term: step}))
+            for trained, given in prepared:
+                terms.clear()
+                logged = driver.train(trained, given)
+                yield _step(driver, reference, trained, terms, logged)
+            del driver  # whose models hold groups
+        dist.barrier()  # a launcher ends the others as soon as one rank has failed
+        gc.collect()  # a group that is still held aborts the process at its end
+        dist.destroy_process_group()
+
+    def _trained(self, driver: Driver) -> Iterator[str | Aggregation]:
+        from megatron_lossagg.verify.drivers.driver import aggregations
+
+        if self.setting not in (None, "", ALL, *driver.settings):
+            raise ContractError(
+                f"got the setting {self.setting!r} of {self.framework}, expected one of "
+                f"{', '.join(driver.settings)}, or {ALL}"
+            )
+        if self.setting == ALL:
+            yield from driver.settings
+        elif self.setting is not None:
+            yield self.setting or next(iter(driver.settings))
+        if self.aggregations is None:
+            yield from filter(driver.trains, aggregations().values())
+        else:
+            yield from self.aggregations
+
+
+def driver_of(framework: str) -> type[Driver]:
+    """Return a framework's driver."""
+    module = import_module(f"{__package__}.{framework.replace('-', '_')}")
+    found: type[Driver] = module.FrameworkDriver
+    return found
+
+
+def _step(
+    driver: Driver,
+    reference: Reference,
+    trained: str | Aggregation,
+    terms: Mapping[str, Weighed],
+    logged: Mapping[str, float],
+) -> Event:
+    """Compare a step with the reference; of rank 0, which has the terms."""
+    if not terms:
+        return {}
+    from megatron_lossagg.weigh.report import as_json
+
+    is_ours = isinstance(trained, Aggregation)
+    wanted = trained if isinstance(trained, Aggregation) else driver.settings[trained]
+    of_reference = reference.weights(wanted)
+    return {
+        "trained": _name(wanted) if is_ours else trained,
+        "is_ours": is_ours,
+        "wanted": _name(wanted),
+        "function": driver.function,
+        "tolerance": driver.tolerance,
+        "terms": {
+            name: {
+                "report": str(step),
+                "verdict": step.verdict,
+                "weighed": as_json(step, number=1),
+                "follows": driver.terms[name][0] in driver.follow if name in driver.terms else None,
+                "error": _weights_error(step, of_reference, driver.terms[name][1])
+                if name in driver.terms
+                else None,
+            }
+            for name, step in terms.items()
+        },
+        "missing": [name for name in driver.terms if name not in terms],
+        "logged": {
+            name: [value, reference.loss(wanted, driver.logged(name))]
+            for name, value in logged.items()
+        },
+    }
+
+
+def _name(aggregation: Aggregation) -> str:
+    from megatron_lossagg.verify.cases import Case
+
+    return str(Case(aggregation=aggregation))
+
+
+def _weights_error(step: Weighed, wanted: Sequence[tuple[int, float]], factor: float) -> float:
+    """Return the largest relative error of a sequence's smallest and largest weight."""
+    found = sorted(
+        (one.tokens, one.weight_sum / one.tokens, one.weight_min, one.weight_max)
+        for one in step.sequences
+        if one.tokens
+    )
+    if [n for n, *_ in found] != [n for n, _ in wanted]:
+        return math.inf
+    pairs = zip(found, sorted((n, w * factor) for n, w in wanted), strict=True)
+    errors = [abs(a / w - 1) for (_, *weights), (_, w) in pairs for a in weights]
+    return max(errors, default=0.0)
+
+
+def outcome_of(event: Event, framework: str) -> Outcome:
+    """Return how a mode of ours ended in a step."""
+    followed = {
+        name: term["error"] for name, term in event["terms"].items() if term["follows"] is not False
+    }
+    weights = max((math.inf if e is None else e for e in followed.values()), default=math.inf)
+    losses = max((over(got - want, want) for got, want in event["logged"].values()), default=0.0)
+    missing = event["missing"]
+    is_right = max(weights, losses) < event["tolerance"] and not missing
+    verdicts = [f"{name}: {event['terms'][name]['verdict']}" for name in followed]
+    logged = [f"{k}: logged {a:.7g}, expected {b:.7g}" for k, (a, b) in event["logged"].items()]
+    lacks = [f"got no term {name}" for name in missing]
+    return Outcome(
+        check=event["trained"],
+        function=event["function"],
+        state=PASS if is_right else FAIL,
+        loss_error=losses,
+        weights_error=weights,
+        explanation=""
+        if is_right
+        else f"{'; '.join([*lacks, *verdicts, *logged])}. {_release(framework)}",
+    )
+
+
+def over(difference: float, size: float) -> float:
+    """Divide; 0 / 0 is 0. What is not finite is inf, never NaN."""
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    quotient = abs(difference / size)
+    return quotient if math.isfinite(quotient) else math.inf
+
+
+def run_driver(
+    job: DriverJob, *, timeout: float = TIMEOUT, take: Callable[[Event], None]
+) -> Outcome | None:
+    """Run a driver on ranks of this machine; ``take`` gets the event of each step.
+
+    Returns an outcome if it was not run to its end.
+    """
+    outcome: list[Outcome] = []
+    began: list[Event] = []
+
+    def event(found: Event) -> None:
+        if "outcome" in found:
+            outcome.append(Outcome(**found["outcome"]))
+        elif found:
+            began.append(found)
+            take(found)
+
+    begins = f"the steps of {job.framework}"
+    try:
+        done = launched(job, event, processes=job.parallelism.world_size, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not end within {timeout:g} s: give it more by --timeout"
+        return Outcome(check=begins, function="", state=NOT_RUN, explanation=reason)
+    if outcome:
+        return outcome[0]
+    if done.returncode:
+        reason = failure_of(done)
+        state = FAIL if began else NOT_RUN
+        return Outcome(check=begins, function="", state=state, explanation=reason)
+    return None
+
+
+def run_framework(
+    framework: str,
+    aggregations: Sequence[Aggregation] | None = None,
+    *,
+    parallelism: Parallelism | None = None,
+    timeout: float = TIMEOUT,
+    report: Callable[[dict[str, Any]], None] = lambda outcome: None,
+) -> dict[str, Any]:
+    """Train each mode by a framework's driver; return the report's part about it.
+
+    ::
+
+        {"name", "seconds", "passed": no mode failed and one ran, "checks": [Outcome, ...]}
+
+    ``report`` gets each outcome as it is known.
+    """
+    begun = time.monotonic()
+    outcomes: list[dict[str, Any]] = []
+
+    def take(outcome: Outcome) -> None:
+        outcomes.append(asdict(outcome))
+        report(outcomes[-1])
+
+    job = DriverJob(
+        framework=framework,
+        parallelism=parallelism or Parallelism(dp=2),
+        setting=None,
+        aggregations=aggregations,
+        edges=True,
+    )
+    last = run_driver(job, timeout=timeout, take=lambda event: take(outcome_of(event, framework)))
+    if last is not None:
+        take(last)
+    failed = any(outcome["state"] == FAIL for outcome in outcomes)
+    return {
+        "name": framework,
+        "seconds": time.monotonic() - begun,
+        "passed": not failed and not none_ran(outcomes),
+        "checks": outcomes,
+    }
+
+
+def check_installed(name: str) -> None:
+    """Look for a framework without importing it; :class:`ProofError` if it is not installed.
+
+    If the current folder is a checkout whose packages lie in ``src``, that is put on the path, of
+    this process and of those that it starts.
+    """
+    package = FRAMEWORKS[name].package
+    source = Path.cwd() / "src"
+    if not _is_found(package) and source.joinpath(*package.split(".")).is_dir():
+        sys.path.insert(0, str(source))
+        on_path = filter(None, [str(source), os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(on_path)
+        invalidate_caches()
+    if not _is_found(package):
+        raise ProofError(
+            f"nothing to run: {package} is not installed here. Run this in the checkout of "
+            f"{name}, put the folder that has the package on PYTHONPATH, or install it"
+        )
+
+
+def _is_found(package: str) -> bool:
+    """Look for a package; ``find_spec`` of a dotted name imports what is before the dot."""
+    outer, *inner = package.split(".")
+    spec = find_spec(outer)
+    if spec is not None and spec.origin is None:  # a namespace, such as megatron, has no code
+        spec, inner = find_spec(package), []
+    places = None if spec is None else spec.submodule_search_locations
+    return any(Path(place, *inner).is_dir() for place in places or ())
+
+
+def not_imported(error: BaseException, framework: str) -> Outcome:
+    """Describe what making a driver raised.
+
+    Not run: a missing package that is not the framework itself, of which all are named, and
+    whatever the framework's own import raises. What it lacks that its integration uses fails.
+    """
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
+    missing = _not_found(error)
+    own = _own(framework)
+    is_of_others = missing is not None and not f"{missing}.".startswith(f"{own}.")
+    names = _missing_modules(FRAMEWORKS[framework].imports, own=own) if is_of_others else []
+    state: State = NOT_RUN
+    if names:
+        text = f"got no {', '.join(names)}: {install_line(names)}, or run where {framework} trains"
+    elif is_of_others or not _is_raised_here(error):
+        text += f". Run where python can import {framework}"
+    elif isinstance(error, ContractError):
+        text = lines[0]
+    else:
+        state = FAIL
+        text = f"got {text}, expected what the integration uses. {_release(framework)}"
+    return Outcome(check=f"import of {framework}", function="", state=state, explanation=text)
+
+
+def _own(framework: str) -> str:
+    """Return the package whose modules are all the framework's; several share ``megatron``."""
+    package = FRAMEWORKS[framework].package
+    return package if package.startswith("megatron.") else package.partition(".")[0]
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether this package's own code raised it, such as by a name that the framework lacks."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if not file.startswith("<frozen")]
+    return bool(files) and Path(files[-1]).is_relative_to(_PACKAGE)
+
+
+def _release(framework: str) -> str:
+    written_for = FRAMEWORKS[framework].written_for
+    return f"Use a release of {framework} that the integration was written for: {written_for}"
+
+
+def none_ran(outcomes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing of the framework ran."""
+    return all(outcome["state"] == NOT_RUN for outcome in outcomes)
+
+
+def counted(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """Count outcomes: ``4 of 6 modes in its own step pass, 1 fails, 1 not run``."""
+    number = dict.fromkeys((PASS, FAIL, NOT_RUN), 0)
+    for outcome in outcomes:
+        number[outcome["state"]] += 1
+    pass_ = "passes" if len(outcomes) == 1 else "pass"
+    text = f"{number[PASS]} of {number_of(len(outcomes), 'mode')} in its own step {pass_}"
+    if number[FAIL]:
+        text += f", {number[FAIL]} {'fails' if number[FAIL] == 1 else 'fail'}"
+    return text + (f", {number[NOT_RUN]} not run" if number[NOT_RUN] else "")
+
+
+def cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
+    """Write an outcome in a table: check, function, errors, state; no errors if none exist."""
+    errors = [
+        "" if outcome[name] is None else error_text(outcome[name])
+        for name in ("loss_error", "weights_error")
+    ]
+    function = ".".join(outcome["function"].split(".")[-2:])
+    return (outcome["check"], function, *errors, outcome["state"])
+
+
+def _missing_modules(imports: Iterable[str], *, own: str) -> list[str]:
+    """Import modules; return the names of those that cannot be found, in the order met.
+
+    All of them, not the first: one that cannot be found is tried again with a placeholder in its
+    place, and this process runs nothing of the framework afterwards. ``own``: the framework's
+    package, whose modules are not looked for. What an import raises for another reason ends the
+    search in that module.
+    """
+    finder = Placeholders()
+    sys.meta_path.append(finder)
+    try:
+        for name in imports:
+            _import(name, own, finder)
+    finally:
+        sys.meta_path.remove(finder)
+    return finder.names
+
+
+def _import(name: str, own: str, finder: Placeholders) -> None:
+    for _ in range(_MOST):
+        try:
+            import_module(name)
+        except (Exception, SystemExit) as error:  # whatever a module raises, or makes of these
+            missing = _outermost(_not_found(error) or "")
+            if not missing or missing in finder.names or f"{missing}.".startswith(f"{own}."):
+                return
+            finder.names.append(missing)
+        else:
+            return
+
+
+def _not_found(error: BaseException) -> str | None:
+    """Return the module that an import did not find; empty if no error of the chain names it.
+
+    None if no import failed. A package that imports on demand, as transformers does, raises an
+    error of its own from the one with the name.
+    """
+    name: str | None = None
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, ModuleNotFoundError):
+            if link.name:
+                return link.name
+            name = ""
+        link = link.__cause__ or (link.__context__ if name is not None else None)
+    return name
+
+
+def _outermost(name: str) -> str:
+    """Return the first package of a dotted name that cannot be found."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        outer = ".".join(parts[:end])
+        try:
+            if find_spec(outer) is None:
+                return outer
+        except (ImportError, ValueError):
+            return outer
+    return name
+
+
+def install_line(names: Sequence[str]) -> str:
+    """Write the command that installs modules, and what else they need."""
+    of_megatron = [
+        name for name in names if name.startswith("megatron.") and name != "megatron.core"
+    ]
+    packages = [
+        _DISTRIBUTIONS.get(name, name.partition(".")[0].replace("_", "-"))
+        for name in names
+        if name not in of_megatron
+    ]
+    lines = [f"pip install {' '.join(packages)}"] if packages else []
+    if of_megatron:
+        lines.append(f"put the Megatron-LM that has {', '.join(of_megatron)} on PYTHONPATH")
+    return ", and ".join(lines)
+
+
+class _Placeholder:
+    """Whatever a module does with a name at import: a class, a decorator, a constant."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        super().__init_subclass__()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+    __ror__ = __getitem__ = __or__
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (_Placeholder,)
+
+
+class _Module(ModuleType):
+    __version__ = "2.9.0"  # of Transformer Engine: compared by Megatron-Bridge
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder()
+
+
+class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that are missing, and what lies in them, as a finder of ``sys.meta_path``."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = list(names)
+
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        """Find what lies in one of the names."""
+        if any(f"{fullname}.".startswith(f"{name}.") for name in self.names):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Make a module that has any name."""
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing."""
