@@ -106,6 +106,12 @@ FRAMEWORKS: dict[str, Framework] = {
         written_for="31f1ca96",
         unused=_ROLLOUTS,
     ),
+    "verl": Framework(
+        package="verl",
+        imports=("verl.workers.config", "verl.workers.engine.megatron.transformer_impl"),
+        written_for="0.9.1, 1dda039b",
+        unused=("ray", "hydra", "datasets", "peft"),
+    ),
 }
 
 
