@@ -29,6 +29,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,6 +79,8 @@ class Where(NamedTuple):
     """What it calls the sequences of a microbatch."""
     prepare: Callable[[], None] = lambda: None
     """What it needs in this process beforehand."""
+    synced_by: str = ""
+    """A method, by its class in that module, that reduces gradients after the schedule."""
 
 
 _OURS, _SKYRL = "megatron_lossagg.integrations", "skyrl.backends.skyrl_train"
@@ -107,6 +110,7 @@ FRAMEWORKS: Mapping[str, Where] = {
         ],
         sums_gradients=False,
         prepare=_weigh_skyrl.carry,
+        synced_by="MegatronModelWrapper.run_pending_grad_sync",
     ),
     "nemo-rl": Where(
         "nemo_rl.models.megatron.train",
@@ -147,6 +151,27 @@ class _Weighing(TermsWeighing):
     def __init__(self, where: Where, at: int, steps: int, *, report: Report) -> None:
         super().__init__(at, steps, report=report)
         self.where = where
+        self.is_synced_later = False
+        self._open: Weighing | None = None
+        """What weighs a step whose gradients are not reduced yet."""
+
+    def _weigh(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+        if not self.is_synced_later:
+            return super()._weigh(schedule, call)
+        chunks = [*call["model"]]
+        with ExitStack() as stack:
+            self._open = stack.enter_context(self._begun(chunks, call["num_microbatches"]))
+            out = self._listen(self._open, schedule, call, chunks[-1])
+            stack.pop_all()
+        return out
+
+    def synced(self) -> None:
+        """End the step whose gradients were reduced just now."""
+        weighing, self._open = self._open, None
+        if weighing is not None:
+            weighing.finalized()
+            weighing.__exit__()
+            self._end(weighing)
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
         cp_size, _ = _context_parallel()
@@ -211,6 +236,7 @@ def install(
     weighing = _Weighing(where, at, steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=f"the training of {framework} on Megatron")
     where.prepare()
+    weighing.is_synced_later = bool(where.synced_by) and _syncs(weighing)
     found = [row.module for row in where.reductions if _listens(weighing, row)]
     if not any(not name.startswith(_OURS) for name in found):
         wanted = ", ".join(f"{row.module}.{row.function}" for row in where.reductions)
@@ -229,6 +255,24 @@ def _listens(weighing: _Weighing, row: Reduction) -> bool:
         return False
     make = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
     setattr(owner, name, make(weighing, row, stock))
+    return True
+
+
+def _syncs(weighing: _Weighing) -> bool:
+    """End a step where gradients are reduced after it, if this release does that."""
+    owner, name = weighing.where.synced_by.split(".")
+    kind = getattr(importlib.import_module(weighing.where.schedule), owner)
+    stock = getattr(kind, name, None)
+    if stock is None:
+        return False
+
+    @functools.wraps(stock)
+    def synced(*args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        weighing.synced()
+        return out
+
+    setattr(kind, name, synced)
     return True
 
 

@@ -70,6 +70,11 @@ class ScriptWeighing:
         chunks = [*model] if isinstance(model, (list, tuple)) else [model]
         with self._begun(chunks, call["num_microbatches"]) as weighing:
             out = self._listen(weighing, schedule, call, chunks[-1])
+        self._end(weighing)
+        return out
+
+    def _end(self, weighing: Weighing) -> None:
+        """Report a step that was weighed; end the process if it is the last."""
         terms = self._trained(weighing.terms())
         self.weighed.append(next(iter(terms.values())))
         if dist.get_rank() == 0:
@@ -77,7 +82,6 @@ class ScriptWeighing:
                 self._report(step, self.num_steps, term)
         if self._stop and self.num_steps == self._last:
             raise SystemExit(0)
-        return out
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
         return Weighing(chunks, num_microbatches=num_microbatches)

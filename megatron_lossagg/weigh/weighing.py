@@ -216,6 +216,13 @@ class Weighing:
             with suppress(ContractError):
                 self._calls[-1].mask = _of_shape(mask, self._calls[-1].shape)
 
+    def finalized(self) -> None:
+        """Take gradients as they are now for the step's, if they were reduced after the schedule.
+
+        No collective, no host sync.
+        """
+        self._parameters.finalized()
+
     def weighed(self) -> Weighed:
         """Compare the weights of all ranks with every mode; the same on every rank.
 

@@ -104,9 +104,9 @@ class Driver(ABC):
 
     def logged(self, name: str) -> Mapping[str, float]:
         """Return the terms of what is logged under a name, and their coefficients there."""
-        if name == "loss":
-            return dict(self.terms.values())
-        return {self.terms[name][0]: 1.0}
+        if name in self.terms:
+            return {self.terms[name][0]: 1.0}
+        return dict(self.terms.values())
 
     def trains(self, aggregation: Aggregation) -> bool:
         """Whether its integration has a mode."""

@@ -112,6 +112,20 @@ FRAMEWORKS: dict[str, Framework] = {
         written_for="0.9.1, 1dda039b",
         unused=("ray", "hydra", "datasets", "peft"),
     ),
+    "skyrl": Framework(
+        package="skyrl",
+        imports=(
+            "skyrl.train.trainer",
+            "skyrl.backends.skyrl_train.workers.megatron.megatron_worker",
+        ),
+        written_for="0.3.0, 0.4.0, a9564572",
+        unused=(
+            *("ray", "hydra", "datasets", "skyrl_gym", "aiohttp", "httpx", "requests", "urllib3"),
+            *("cloudpathlib", "pybase64", "zstandard", "megatron.bridge", "nvidia_resiliency_ext"),
+            *("megatron.core.models.hybrid.hybrid_model", "megatron.core.recompute"),
+            "megatron.core.transformer.hyper_connection",
+        ),
+    ),
 }
 
 
