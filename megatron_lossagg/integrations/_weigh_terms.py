@@ -29,6 +29,9 @@ _LINES = 4
 class TermsWeighing(ScriptWeighing):
     """Weighs each term of a loss; one for a run."""
 
+    has_pieces = False
+    """Whether a place that reduces again in a microbatch has further sequences, not another term."""
+
     def __init__(self, at: int, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
         super().__init__(at, steps, stop=False, report=report)
         self._listening: Weighing | None = None
@@ -77,7 +80,7 @@ class TermsWeighing(ScriptWeighing):
     def _term(self, frame: Any) -> str:
         """Name a term: a place that reduces losses, and its order in the microbatch."""
         site, name = (frame.f_code.co_filename, frame.f_lineno), term_of(frame)
-        self._sites.update([site])
+        self._sites.update([] if self.has_pieces else [site])
         places = self._terms.setdefault(name, [])
         if (place := (site, self._sites[site])) not in places:
             places.append(place)
@@ -89,6 +92,7 @@ class TermsWeighing(ScriptWeighing):
     ) -> Any:
         step = call["forward_step_func"]
         self._microbatch = -1
+        self._terms.clear()
 
         @functools.wraps(step)
         def forward_step(*args: Any, **kwargs: Any) -> Any:

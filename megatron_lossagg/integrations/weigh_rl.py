@@ -79,6 +79,8 @@ class Where(NamedTuple):
     """What it calls the sequences of a microbatch."""
     prepare: Callable[[], None] = lambda: None
     """What it needs in this process beforehand."""
+    has_pieces: bool = False
+    """Whether it calls its loss function for each sequence of a microbatch."""
     synced_by: str = ""
     """A method, by its class in that module, that reduces gradients after the schedule."""
 
@@ -116,6 +118,7 @@ FRAMEWORKS: Mapping[str, Where] = {
         "nemo_rl.models.megatron.train",
         [Reduction("nemo_rl.algorithms.loss.loss_functions", "masked_mean", "values", None)],
         sums_gradients=True,
+        has_pieces=True,
     ),
     "areal": Where(
         "areal.engine.megatron_engine",
@@ -150,7 +153,7 @@ class _Weighing(TermsWeighing):
 
     def __init__(self, where: Where, at: int, steps: int, *, report: Report) -> None:
         super().__init__(at, steps, report=report)
-        self.where = where
+        self.where, self.has_pieces = where, where.has_pieces
         self.is_synced_later = False
         self._open: Weighing | None = None
         """What weighs a step whose gradients are not reduced yet."""

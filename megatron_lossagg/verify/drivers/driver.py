@@ -58,7 +58,7 @@ class Driver(ABC):
         "entropy_loss": ("entropy", -ENTROPY),
     }
     """Of each term that is weighed: what it is in :func:`losses_of`, and its coefficient."""
-    follow: ClassVar[frozenset[str]] = frozenset(("pg", "kl", "entropy", "nll"))
+    follow: ClassVar[frozenset[str]] = frozenset(("pg", "kl", "penalty", "entropy", "nll"))
     """The terms that a mode of ours weighs."""
     sample: ClassVar[str] = "number"
     """What a sample is: each sequence (``number``), or all of a rollout (``sample``)."""
@@ -182,5 +182,6 @@ def _losses(model: Any, drawn: Sequence[Drawn]) -> Iterator[dict[str, Tensor]]:
             "nll": -x,
             "pg": policy,
             "kl": kl_losses(x, one.ref_log_probs),
+            "penalty": KL * kl_losses(x, one.ref_log_probs),
             "entropy": -(log_p.exp() * log_p).sum(-1),
         }

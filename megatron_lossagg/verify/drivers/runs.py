@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
@@ -70,6 +71,8 @@ class Framework:
     """The commits and releases that the integration was tested with."""
     unused: tuple[str, ...] = ()
     """What it imports and its step never calls: placeholders stand there if it is not installed."""
+    passed_by: tuple[str, ...] = ()
+    """Modules of its own that load models, or of a newer Megatron-Core: placeholders, always."""
     is_hooked: bool = False
     """Whether its integration is around Megatron's schedule: verified by ``--hooked`` too."""
 
@@ -126,6 +129,24 @@ FRAMEWORKS: dict[str, Framework] = {
             "megatron.core.transformer.hyper_connection",
         ),
     ),
+    "nemo-rl": Framework(
+        package="nemo_rl",
+        imports=(
+            "transformers",
+            "nemo_rl.algorithms.grpo",
+            "nemo_rl.models.policy.lm_policy",
+            "nemo_rl.models.policy.workers.megatron_policy_worker",
+        ),
+        written_for="7ea279ab",
+        unused=(
+            *("ray", "hydra", "datasets", "skyrl_gym", "aiohttp", "httpx", "requests", "urllib3"),
+            *("nemo_automodel", "transformer_engine", "tensorstore", "decord", "zmq", "pynvml"),
+            *("uvicorn", "fastapi", "mlflow", "swanlab", "wandb", "prometheus_client", "soundfile"),
+            *("megatron.bridge", "megatron.core.inference.config", "megatron.core.inference.shards"),
+            *("megatron.core.transformer.moe.moe_logging", "scipy"),
+        ),
+        passed_by=("nemo_rl.models.megatron.setup",),
+    ),
 }
 
 
@@ -160,10 +181,14 @@ class DriverJob:
 
     def run(self) -> Iterator[Event]:
         """Run the steps on this rank; yield an event for each."""
-        sys.meta_path.append(Placeholders(FRAMEWORKS[self.framework].unused))
         import megatron_lossagg.cpu as cpu
 
         cpu.install()
+        with suppress(ImportError):  # Megatron-Core, before it finds placeholders
+            import_module("megatron_lossagg.verify.small_gpt")
+        framework = FRAMEWORKS[self.framework]
+        sys.meta_path.insert(0, Placeholders(framework.passed_by))
+        sys.meta_path.append(Placeholders(framework.unused))
         try:
             from megatron_lossagg.verify.drivers.drawn import draw
 
