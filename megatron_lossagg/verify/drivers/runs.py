@@ -147,6 +147,17 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         passed_by=("nemo_rl.models.megatron.setup",),
     ),
+    "areal": Framework(
+        package="areal",
+        imports=("areal.engine.megatron_engine", "areal.trainer.ppo.actor"),
+        written_for="4aef98d8",
+        unused=(
+            *("ray", "hydra", "datasets", "mbridge", "megatron.bridge", "aiofiles", "aiohttp"),
+            *("colorlog", "etcd3", "flask", "httpx", "lark", "numba", "openai", "pybase64"),
+            *("requests", "swanlab", "tabulate", "tenacity", "tensorboardX", "trackio", "triton"),
+            *("torch_memory_saver", "uvloop", "wandb"),
+        ),
+    ),
 }
 
 
