@@ -16,8 +16,9 @@ from megatron_lossagg.verify.drivers.runs import (
     FRAMEWORKS,
     TIMEOUT,
     DriverJob,
+    Outcome,
     check_installed,
-    run_driver,
+    run_job,
 )
 from megatron_lossagg.verify.job import Event
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -42,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group(
         "a framework", "in place of a script: its own step on a drawn batch, on the CPU"
     )
-    options.add_argument("--framework", action=_Chosen, choices=sorted(FRAMEWORKS))
+    drivers = sorted(name for name, one in FRAMEWORKS.items() if one.has_driver)
+    options.add_argument("--framework", action=_Chosen, choices=drivers)
     options.add_argument(
         "--setting",
         default="",
@@ -89,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
         aggregations=[aggregation] if aggregation is not None else [],
         edges=False,
     )
-    last = run_driver(job, timeout=args.timeout, take=take)
+    last: list[Outcome] = []
+    run_job(job, timeout=args.timeout, take=take, report=last.append)
     if args.json is not None:
         made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
         write_whole("--json", args.json, json.dumps(made, indent=1) + "\n")
-    if last is None:
-        return 0
-    say(f"{args.framework}: {last.state} {last.check}: {last.explanation}")
-    return 1 if last.state == FAIL else 2
+    for outcome in last:
+        say(f"{args.framework}: {outcome.state} {outcome.check}: {outcome.explanation}")
+    return max((1 if outcome.state == FAIL else 2 for outcome in last), default=0)
 
 
 def _text(event: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ class TermsWeighing(ScriptWeighing):
     """Weighs each term of a loss; one for a run."""
 
     has_pieces = False
-    """Whether a place that reduces again in a microbatch has further sequences, not another term."""
+    """Whether a place that reduces again in a microbatch has further sequences, no other term."""
 
     def __init__(self, at: int, steps: int, *, report: Callable[[Weighed, int, str], None]) -> None:
         super().__init__(at, steps, stop=False, report=report)

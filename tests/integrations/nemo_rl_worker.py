@@ -52,12 +52,12 @@ from nemo_rl_cases import (
     reference_steps,
     with_value_head,
 )
+from nemo_rl_functions import losses_of
 from nemo_rl_trainer import Nothing, train_data
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
 from megatron_lossagg.verify.frameworks.drawn_step import Step
-from megatron_lossagg.verify.frameworks.nemo_rl import losses_of
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 WHAT, _, FILE, *OTHERS = sys.argv[1:]

@@ -50,6 +50,7 @@ adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_pa
 
 import framework_step  # noqa: E402
 import pytest  # noqa: E402
+import skyrl_functions as frameworks  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -75,7 +76,6 @@ from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.integrations import weigh_rl  # noqa: E402
 from megatron_lossagg.integrations._weigh_skyrl import SCALE  # noqa: E402
 from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
-from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
 
 MegatronModelWrapper = megatron_model_wrapper.MegatronModelWrapper
 assert megatron_worker.__file__.startswith(CHECKOUT)

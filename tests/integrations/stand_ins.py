@@ -6,7 +6,7 @@ which framework imports it, and what installing it would cost.
 
 import sys
 
-from megatron_lossagg.verify.frameworks.missing import Placeholders
+from megatron_lossagg.verify.drivers.runs import Placeholders
 
 RAY = ("ray",)
 """verl and skyrl start workers with it; 240 MB."""

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ class FrameworkDriver(Driver):
     """AReaL's engine around a small GPT."""
 
     function = "areal.engine.megatron_engine.MegatronPPOActor.ppo_update"
-    settings = {"the default": Aggregation("token_mean")}
-    terms = {"pg_loss": ("pg", 1.0)}
+    settings: ClassVar[Mapping[str, Aggregation]] = {"the default": Aggregation("token_mean")}
+    terms: ClassVar[Mapping[str, tuple[str, float]]] = {"pg_loss": ("pg", 1.0)}
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
         super().__init__(parallelism, drawn)
@@ -36,7 +36,8 @@ class FrameworkDriver(Driver):
         import areal.engine.megatron_engine  # noqa: F401
         from torch.distributed.nn import functional
 
-        functional._AllGather.backward = staticmethod(_reduce_scattered)
+        gather: Any = functional._AllGather
+        gather.backward = staticmethod(_reduce_scattered)
 
     def listen(self, report: Any) -> None:
         """Listen in its policy loss."""

@@ -1,4 +1,4 @@
-"""The drawn batch of all drivers: twelve sequences, and the losses of their tokens.
+"""The drawn batch of all drivers: twelve sequences, the losses of their tokens, and the modes.
 
 Samples split into several sequences, fully masked ones, and a prompt with no active tokens.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.cases import MASK_CASES
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 _SAMPLES, _PER_PROMPT, _SPLIT, _MASKED = 8, 2, (1, 6), (2, 4, 5)
@@ -90,3 +92,14 @@ def kl_losses(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute the k3 estimate per token."""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.exp() - log_ratio - 1
+
+
+def aggregations() -> dict[str, Aggregation]:
+    """Name the aggregations of one term that need no microbatches and groups."""
+    made = {
+        str(case): case.aggregation
+        for case in MASK_CASES
+        if case.second is None
+        and case.aggregation.mode not in ("microbatch_token_mean", "balanced")
+    }
+    return {**made, "token_sum": Aggregation("token_sum", divisor=3.0)}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.cases import MASK_CASES, reference_options
+from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.drivers.drawn import Drawn, kl_losses, ppo_losses
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -28,17 +28,6 @@ DIVISOR = 40.0
 
 Weights = list[tuple[int, float]]
 """Active tokens of each sequence that has some, and a token's weight; sorted."""
-
-
-def aggregations() -> dict[str, Aggregation]:
-    """Name the aggregations of one term that need no microbatches and groups."""
-    made = {
-        str(case): case.aggregation
-        for case in MASK_CASES
-        if case.second is None
-        and case.aggregation.mode not in ("microbatch_token_mean", "balanced")
-    }
-    return {**made, "token_sum": Aggregation("token_sum", divisor=3.0)}
 
 
 class Driver(ABC):
@@ -108,9 +97,10 @@ class Driver(ABC):
             return {self.terms[name][0]: 1.0}
         return dict(self.terms.values())
 
-    def trains(self, aggregation: Aggregation) -> bool:
+    @classmethod
+    def trains(cls, aggregation: Aggregation) -> bool:
         """Whether its integration has a mode."""
-        return aggregation.mode not in self.lacks
+        return aggregation.mode not in cls.lacks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ _MOST_TOKENS, _SEQUENCES = 40, 2
 class FrameworkDriver(Driver):
     """NeMo-RL's policy worker around a small GPT."""
 
-    function = (
-        "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorkerImpl.train"
-    )
-    settings = {
+    function = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorkerImpl.train"
+    settings: ClassVar[Mapping[str, Aggregation]] = {
         "token_level_loss=True": Aggregation("token_mean"),
         "token_level_loss=False": Aggregation("sample_mean"),
     }
-    terms = {"actor_loss": ("pg", 1.0), "kl": ("penalty", 1.0)}
+    terms: ClassVar[Mapping[str, tuple[str, float]]] = {
+        "actor_loss": ("pg", 1.0),
+        "kl": ("penalty", 1.0),
+    }
     per_token = True
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
@@ -46,9 +47,10 @@ class FrameworkDriver(Driver):
         from nemo_rl.algorithms.loss import loss_functions  # noqa: F401
         from nemo_rl.models.policy import lm_policy  # noqa: F401
 
-    def trains(self, aggregation: Aggregation) -> bool:
+    @classmethod
+    def trains(cls, aggregation: Aggregation) -> bool:
         """Whether it is one of the modes that the loss function can divide by."""
-        return aggregation.mode in _MODES and aggregation.count_empty
+        return aggregation.mode in _MODES and aggregation.count_empty is not False
 
     def listen(self, report: Any) -> None:
         """Listen in what reduces losses."""
@@ -198,7 +200,8 @@ def worker_module() -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     transformers.AutoProcessor  # noqa: B018  which loads transformers anew
-    sys.modules["transformers"].__version__ = "5.11.0"  # its patch of a tokenizer asserts it
+    loaded: Any = sys.modules["transformers"]
+    loaded.__version__ = "5.11.0"  # its patch of a tokenizer asserts it
     for module, names in (
         (checkpoints, ["get_async_strategy"]),
         (fsdp, ["FullyShardedDataParallelV1", "FullyShardedDataParallelV2"]),
@@ -225,8 +228,9 @@ def worker_module() -> Any:
     worker.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     worker.logical_and_across_model_parallel_group = lambda value, mp_group: value
     worker.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
-    torch.cuda.get_device_name = lambda: "cpu"  # type: ignore[assignment]
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None  # type: ignore[assignment]
+    setattr(torch.cuda, "get_device_name", lambda: "cpu")  # noqa: B010  it has arguments
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *_: None)
     BatchedDataDict.to = lambda self, device, **_: self
     return worker
 

@@ -1,7 +1,7 @@
-"""What the command line does with a framework's driver: find it, run it, say what is missing.
+"""What the command line does with a framework: find it, run its driver, say what is missing.
 
-A driver runs on ranks of their own, since importing a framework may be slow, may fail, and may end
-the process.
+A driver runs in processes of their own, since importing a framework may be slow, may fail, and may
+end the process. A framework without one has checks of its functions (``verify/frameworks``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import megatron_lossagg
-from megatron_lossagg.errors import ContractError, ProofError
+from megatron_lossagg.errors import LossAggregationError, ProofError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.job import Event, failure_of, launched
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -42,6 +42,8 @@ NOT_RUN: State = "NOT RUN"
 
 TIMEOUT = 600.0
 """Seconds that a driver may take, imports included."""
+DEFAULT = Aggregation("sample_mean")
+"""What the checks of a framework without a driver train, if no aggregation is configured."""
 ALL = "all"
 """All settings of a framework's own."""
 _PACKAGE = Path(megatron_lossagg.__file__).parent
@@ -75,6 +77,10 @@ class Framework:
     """Modules of its own that load models, or of a newer Megatron-Core: placeholders, always."""
     is_hooked: bool = False
     """Whether its integration is around Megatron's schedule: verified by ``--hooked`` too."""
+    has_driver: bool = True
+    """Whether ``drivers/`` has it; if not, ``frameworks/`` has checks of its functions."""
+    needs_transformer_engine: bool = False
+    """Whether its checks import Transformer Engine, which a machine without CUDA cannot."""
 
 
 _SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
@@ -85,6 +91,35 @@ _ROLLOUTS = (
 )
 
 FRAMEWORKS: dict[str, Framework] = {
+    "megatron-lm": Framework(
+        package="megatron.training",
+        imports=("megatron.training",),
+        written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
+        is_hooked=True,
+        has_driver=False,
+    ),
+    "bridge": Framework(
+        package="megatron.bridge",
+        imports=("megatron.bridge.training.train", "megatron.bridge.training.eval"),
+        written_for="067f987d",
+        is_hooked=True,
+        has_driver=False,
+        needs_transformer_engine=True,
+    ),
+    "ms-swift": Framework(
+        package="swift.megatron",
+        imports=("swift.megatron.trainers.trainer", "swift.megatron.trainers.grpo_trainer"),
+        written_for="4.6.0",
+        is_hooked=True,
+        has_driver=False,
+        needs_transformer_engine=True,
+    ),
+    "llama-factory": Framework(
+        package="llamafactory",
+        imports=("llamafactory.train.mca.workflow", "mcore_adapter.trainer"),
+        written_for="ff6d4d12",
+        has_driver=False,
+    ),
     "slime": Framework(
         package="slime",
         imports=(
@@ -142,7 +177,11 @@ FRAMEWORKS: dict[str, Framework] = {
             *("ray", "hydra", "datasets", "skyrl_gym", "aiohttp", "httpx", "requests", "urllib3"),
             *("nemo_automodel", "transformer_engine", "tensorstore", "decord", "zmq", "pynvml"),
             *("uvicorn", "fastapi", "mlflow", "swanlab", "wandb", "prometheus_client", "soundfile"),
-            *("megatron.bridge", "megatron.core.inference.config", "megatron.core.inference.shards"),
+            *(
+                "megatron.bridge",
+                "megatron.core.inference.config",
+                "megatron.core.inference.shards",
+            ),
             *("megatron.core.transformer.moe.moe_logging", "scipy"),
         ),
         passed_by=("nemo_rl.models.megatron.setup",),
@@ -163,16 +202,67 @@ FRAMEWORKS: dict[str, Framework] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a mode ended under a framework; numbers are None if there was nothing to compare."""
+    """How a mode or a check ended; numbers are None if there was nothing to compare."""
 
     check: str
     function: str
     state: State
+    got: float | None = None
+    """The loss: of a driver, what the framework logs."""
+    wanted: float | None = None
     loss_error: float | None = None
-    """Of what the framework logs, relative, the largest of its terms."""
-    weights_error: float | None = None
-    """Of a token's weight, relative, the largest of all sequences and terms."""
+    """Relative, of a driver the largest of all that is logged."""
+    gradient_error: float | None = None
+    """Relative, of a driver the largest of a token's weight, which is the gradient at its loss."""
+    factor: float | None = None
+    tolerance: float | None = None
     explanation: str = ""
+
+
+class NotRunError(LossAggregationError):
+    """A check that cannot run here; the message has the reason and what to change."""
+
+
+class FrameworkError(LossAggregationError):
+    """A framework lacks what its integration uses, or fails under it."""
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """The checks of a framework that has no driver, in a process that is no rank."""
+
+    framework: str
+    aggregation: Aggregation
+
+    def run(self) -> Iterator[Event]:
+        """Run the checks in this process; yield each outcome as it is known."""
+        from megatron_lossagg.verify.frameworks.check import outcome_of as outcome_of_check
+
+        listing = f"import of {self.framework}"
+        needs = FRAMEWORKS[self.framework].needs_transformer_engine
+        if needs and find_spec("transformer_engine") is None:
+            reason = (
+                f"{self.framework} imports Transformer Engine, which is not here and needs CUDA: "
+                f"run where {self.framework} trains"
+            )
+            outcome = Outcome(check=listing, function="", state=NOT_RUN, explanation=reason)
+            yield {"outcome": asdict(outcome)}
+            return
+        try:
+            checks = checks_of(self.framework, self.aggregation)
+        except (Exception, SystemExit) as error:
+            yield {"outcome": asdict(ended_by(error, listing, framework=self.framework))}
+            return
+        for check in checks:
+            yield {"outcome": asdict(outcome_of_check(check, framework=self.framework))}
+
+
+def checks_of(framework: str, aggregation: Aggregation = DEFAULT) -> list[Any]:
+    """List the checks of a framework without a driver; imports the framework."""
+    name = framework.replace("-", "_")
+    module = import_module(f"megatron_lossagg.verify.frameworks.{name}")
+    checks: list[Any] = module.checks(aggregation)
+    return checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +297,8 @@ class DriverJob:
             driver = driver_of(self.framework)(self.parallelism, drawn)
             prepared = [(trained, driver.prepare(trained)) for trained in self._trained(driver)]
         except (Exception, SystemExit) as error:
-            yield {"outcome": asdict(not_imported(error, self.framework))}
+            outcome = ended_by(error, f"import of {self.framework}", framework=self.framework)
+            yield {"outcome": asdict(outcome)}
             return
         import torch.distributed as dist
 
@@ -231,10 +322,10 @@ class DriverJob:
         dist.destroy_process_group()
 
     def _trained(self, driver: Driver) -> Iterator[str | Aggregation]:
-        from megatron_lossagg.verify.drivers.driver import aggregations
+        from megatron_lossagg.verify.drivers.drawn import aggregations
 
         if self.setting not in (None, "", ALL, *driver.settings):
-            raise ContractError(
+            raise NotRunError(
                 f"got the setting {self.setting!r} of {self.framework}, expected one of "
                 f"{', '.join(driver.settings)}, or {ALL}"
             )
@@ -321,22 +412,25 @@ def outcome_of(event: Event, framework: str) -> Outcome:
     followed = {
         name: term["error"] for name, term in event["terms"].items() if term["follows"] is not False
     }
-    weights = max((math.inf if e is None else e for e in followed.values()), default=math.inf)
-    losses = max((over(got - want, want) for got, want in event["logged"].values()), default=0.0)
-    missing = event["missing"]
-    is_right = max(weights, losses) < event["tolerance"] and not missing
-    verdicts = [f"{name}: {event['terms'][name]['verdict']}" for name in followed]
-    logged = [f"{k}: logged {a:.7g}, expected {b:.7g}" for k, (a, b) in event["logged"].items()]
-    lacks = [f"got no term {name}" for name in missing]
+    missing, logged = event["missing"], event["logged"]
+    errors = [math.inf if e is None else e for e in followed.values()]
+    weights = math.inf if missing else max(errors, default=math.inf)
+    losses = max((abs(over(got - want, want)) for got, want in logged.values()), default=math.inf)
+    is_right = max(weights, losses) < event["tolerance"]
+    got, wanted = next(iter(logged.values()), (None, None))
+    said = [f"got no term {name}" for name in missing]
+    said += [f"{name}: {event['terms'][name]['verdict']}" for name in followed]
+    said += [f"{k}: got a loss of {a:.9g}, expected {b:.9g}" for k, (a, b) in logged.items()]
     return Outcome(
         check=event["trained"],
         function=event["function"],
         state=PASS if is_right else FAIL,
+        got=got,
+        wanted=wanted,
         loss_error=losses,
-        weights_error=weights,
-        explanation=""
-        if is_right
-        else f"{'; '.join([*lacks, *verdicts, *logged])}. {_release(framework)}",
+        gradient_error=weights,
+        tolerance=event["tolerance"],
+        explanation="" if is_right else f"{'; '.join(said)}. {release(framework)}",
     )
 
 
@@ -344,55 +438,56 @@ def over(difference: float, size: float) -> float:
     """Divide; 0 / 0 is 0. What is not finite is inf, never NaN."""
     if size == 0:
         return 0.0 if difference == 0 else math.inf
-    quotient = abs(difference / size)
+    quotient = difference / size
     return quotient if math.isfinite(quotient) else math.inf
 
 
-def run_driver(
-    job: DriverJob, *, timeout: float = TIMEOUT, take: Callable[[Event], None]
-) -> Outcome | None:
-    """Run a driver on ranks of this machine; ``take`` gets the event of each step.
+def run_job(
+    job: DriverJob | CheckJob,
+    *,
+    timeout: float = TIMEOUT,
+    take: Callable[[Event], None] = lambda event: None,
+    report: Callable[[Outcome], None],
+) -> None:
+    """Run a job in processes of its own; ``take`` gets each step, ``report`` each outcome.
 
-    Returns an outcome if it was not run to its end.
+    Processes that end early, or are ended after ``timeout`` seconds, leave an outcome that says so:
+    it failed if a step had ended before.
     """
-    outcome: list[Outcome] = []
     began: list[Event] = []
 
     def event(found: Event) -> None:
-        if "outcome" in found:
-            outcome.append(Outcome(**found["outcome"]))
-        elif found:
+        if found:
             began.append(found)
-            take(found)
+            report(Outcome(**found["outcome"])) if "outcome" in found else take(found)
 
-    begins = f"the steps of {job.framework}"
+    processes = job.parallelism.world_size if isinstance(job, DriverJob) else None
+    reason = ""
     try:
-        done = launched(job, event, processes=job.parallelism.world_size, timeout=timeout)
+        done = launched(job, event, processes=processes, timeout=timeout)
     except subprocess.TimeoutExpired:
         reason = f"it did not end within {timeout:g} s: give it more by --timeout"
-        return Outcome(check=begins, function="", state=NOT_RUN, explanation=reason)
-    if outcome:
-        return outcome[0]
-    if done.returncode:
-        reason = failure_of(done)
-        state = FAIL if began else NOT_RUN
-        return Outcome(check=begins, function="", state=state, explanation=reason)
-    return None
+    else:
+        if done.returncode:
+            reason = f"{failure_of(done)}\nImport {job.framework} by itself"
+    if reason:
+        begins = "the steps that follow" if began else f"the steps of {job.framework}"
+        state = FAIL if began and isinstance(job, DriverJob) else NOT_RUN
+        report(Outcome(check=begins, function="", state=state, explanation=reason))
 
 
 def run_framework(
     framework: str,
-    aggregations: Sequence[Aggregation] | None = None,
+    aggregation: Aggregation | None = None,
     *,
-    parallelism: Parallelism | None = None,
     timeout: float = TIMEOUT,
     report: Callable[[dict[str, Any]], None] = lambda outcome: None,
 ) -> dict[str, Any]:
-    """Train each mode by a framework's driver; return the report's part about it.
+    """Train a mode, or each, by a framework's driver, or run its checks.
 
-    ::
+    Returns the verification's part about it. ::
 
-        {"name", "seconds", "passed": no mode failed and one ran, "checks": [Outcome, ...]}
+        {"name", "seconds", "passed": none failed and one ran, "checks": [Outcome, ...]}
 
     ``report`` gets each outcome as it is known.
     """
@@ -403,16 +498,21 @@ def run_framework(
         outcomes.append(asdict(outcome))
         report(outcomes[-1])
 
-    job = DriverJob(
-        framework=framework,
-        parallelism=parallelism or Parallelism(dp=2),
-        setting=None,
-        aggregations=aggregations,
-        edges=True,
+    job: DriverJob | CheckJob = CheckJob(framework, aggregation or DEFAULT)
+    if FRAMEWORKS[framework].has_driver:
+        job = DriverJob(
+            framework=framework,
+            parallelism=Parallelism(dp=2, float32=True),
+            setting=None,
+            aggregations=None if aggregation is None else [aggregation],
+            edges=True,
+        )
+    run_job(
+        job,
+        timeout=timeout,
+        take=lambda event: take(outcome_of(event, framework)),
+        report=take,
     )
-    last = run_driver(job, timeout=timeout, take=lambda event: take(outcome_of(event, framework)))
-    if last is not None:
-        take(last)
     failed = any(outcome["state"] == FAIL for outcome in outcomes)
     return {
         "name": framework,
@@ -437,7 +537,7 @@ def check_installed(name: str) -> None:
         invalidate_caches()
     if not _is_found(package):
         raise ProofError(
-            f"nothing to run: {package} is not installed here. Run this in the checkout of "
+            f"nothing to verify: {package} is not installed here. Run this in the checkout of "
             f"{name}, put the folder that has the package on PYTHONPATH, or install it"
         )
 
@@ -452,29 +552,37 @@ def _is_found(package: str) -> bool:
     return any(Path(place, *inner).is_dir() for place in places or ())
 
 
-def not_imported(error: BaseException, framework: str) -> Outcome:
-    """Describe what making a driver raised.
+def ended_by(error: BaseException, check: str, *, framework: str, function: str = "") -> Outcome:
+    """Describe what a check raised, or, without a ``function``, what importing a framework raised.
 
-    Not run: a missing package that is not the framework itself, of which all are named, and
-    whatever the framework's own import raises. What it lacks that its integration uses fails.
+    Not run: :class:`NotRunError`, a missing package that is not the framework itself, and whatever
+    the framework's own import raises. All else fails. If an import ends for a missing package, all
+    that are missing are named, and this process can run nothing more.
     """
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
     missing = _not_found(error)
-    own = _own(framework)
-    is_of_others = missing is not None and not f"{missing}.".startswith(f"{own}.")
-    names = _missing_modules(FRAMEWORKS[framework].imports, own=own) if is_of_others else []
+    is_of_others = missing is not None and not f"{missing}.".startswith(f"{_own(framework)}.")
+    is_elsewhere = isinstance(error, NotRunError) or is_of_others
+    names = []
+    if is_elsewhere and not function:
+        names = _missing_modules(FRAMEWORKS[framework].imports, own=_own(framework))
     state: State = NOT_RUN
     if names:
         text = f"got no {', '.join(names)}: {install_line(names)}, or run where {framework} trains"
-    elif is_of_others or not _is_raised_here(error):
+    elif isinstance(error, NotRunError):
+        text = str(error)
+    elif is_elsewhere and missing:
+        text += f": {install_line([missing])}, or run where {framework} trains"
+    elif is_elsewhere:
+        text += f". Run where {framework} trains"
+    elif not function and not _is_raised_here(error):
         text += f". Run where python can import {framework}"
-    elif isinstance(error, ContractError):
-        text = lines[0]
     else:
-        state = FAIL
-        text = f"got {text}, expected what the integration uses. {_release(framework)}"
-    return Outcome(check=f"import of {framework}", function="", state=state, explanation=text)
+        expected = "a loss" if function else "what the integration uses"
+        got = f"{function} raised" if function else "got"
+        state, text = FAIL, f"{got} {text}, expected {expected}. {release(framework)}"
+    return Outcome(check=check, function=function, state=state, explanation=text)
 
 
 def _own(framework: str) -> str:
@@ -490,7 +598,8 @@ def _is_raised_here(error: BaseException) -> bool:
     return bool(files) and Path(files[-1]).is_relative_to(_PACKAGE)
 
 
-def _release(framework: str) -> str:
+def release(framework: str) -> str:
+    """Say which releases its integration was written for."""
     written_for = FRAMEWORKS[framework].written_for
     return f"Use a release of {framework} that the integration was written for: {written_for}"
 
@@ -501,12 +610,13 @@ def none_ran(outcomes: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def counted(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """Count outcomes: ``4 of 6 modes in its own step pass, 1 fails, 1 not run``."""
+    """Count outcomes: ``4 of 6 checks of its own code pass, 1 fails, 1 not run``."""
     number = dict.fromkeys((PASS, FAIL, NOT_RUN), 0)
     for outcome in outcomes:
         number[outcome["state"]] += 1
     pass_ = "passes" if len(outcomes) == 1 else "pass"
-    text = f"{number[PASS]} of {number_of(len(outcomes), 'mode')} in its own step {pass_}"
+    checks = number_of(len(outcomes), "check")
+    text = f"{number[PASS]} of {checks} of its own code {pass_}"
     if number[FAIL]:
         text += f", {number[FAIL]} {'fails' if number[FAIL] == 1 else 'fail'}"
     return text + (f", {number[NOT_RUN]} not run" if number[NOT_RUN] else "")
@@ -515,8 +625,8 @@ def counted(outcomes: Sequence[Mapping[str, Any]]) -> str:
 def cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
     """Write an outcome in a table: check, function, errors, state; no errors if none exist."""
     errors = [
-        "" if outcome[name] is None else error_text(outcome[name])
-        for name in ("loss_error", "weights_error")
+        "" if outcome["wanted"] is None else error_text(outcome[name])
+        for name in ("loss_error", "gradient_error")
     ]
     function = ".".join(outcome["function"].split(".")[-2:])
     return (outcome["check"], function, *errors, outcome["state"])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,13 +36,17 @@ class FrameworkDriver(Driver):
         f"{_SKYRL}.workers.megatron.megatron_model_wrapper."
         "MegatronModelWrapper.forward_backward_mini_batch"
     )
-    settings = {
+    settings: ClassVar[Mapping[str, Aggregation]] = {
         "token_mean": Aggregation("token_mean"),
         "sequence_mean": Aggregation("sample_mean"),
         "prompt_mean": Aggregation("prompt_mean"),
         "seq_mean_token_sum_norm": Aggregation("constant", divisor=DIVISOR),
     }
-    terms = {"loss": ("pg", 1.0), "kl_loss": ("kl", KL), "entropy": ("entropy", -ENTROPY)}
+    terms: ClassVar[Mapping[str, tuple[str, float]]] = {
+        "loss": ("pg", 1.0),
+        "kl_loss": ("kl", KL),
+        "entropy": ("entropy", -ENTROPY),
+    }
     follow = frozenset(("pg",))
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
@@ -70,11 +74,12 @@ class FrameworkDriver(Driver):
         from megatron_lossagg.integrations.skyrl import aggregated
 
         cfg = config(len(self.drawn) // self.parallelism.dp)
-        ours = isinstance(trained, Aggregation)
         cfg.algorithm.max_seq_len = DIVISOR
         if isinstance(trained, str):
             cfg.algorithm.loss_reduction = trained
-        trainer = object.__new__(aggregated(RayPPOTrainer, trained if ours else None))
+        trainer = object.__new__(
+            aggregated(RayPPOTrainer, None if isinstance(trained, str) else trained)
+        )
         trainer.cfg = SimpleNamespace(trainer=cfg)
         batch = batch_of(self.drawn)
         boundaries = batch.metadata["policy_mini_batch_boundaries"]

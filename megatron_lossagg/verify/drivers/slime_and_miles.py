@@ -16,7 +16,6 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._framework_options import spelled
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
@@ -24,6 +23,7 @@ from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, ENTROPY, KL, Driver
+from megatron_lossagg.verify.drivers.runs import FrameworkError, NotRunError
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "--calculate-per-token-loss"
@@ -51,7 +51,10 @@ class RolloutDriver(Driver):
         from megatron_lossagg.cpu.training import install_training
 
         torch._dynamo.config.disable = True  # compiling takes a minute and changes no number
-        install_training()
+        try:
+            install_training()
+        except ContractError as error:  # without the Megatron-LM that these frameworks need
+            raise NotRunError(str(error)) from error
         ray.put = ray.get = lambda value, **_: value
         self.parsed = parsed(self.hooks)
 
@@ -61,8 +64,6 @@ class RolloutDriver(Driver):
             "advantage_estimator": "grpo",
             "decoder_seq_length": None,
             "entropy_coef": ENTROPY,
-            "eps_clip": CLIP,
-            "eps_clip_high": CLIP,
             "eps_clip_c": DUAL_CLIP,
             "global_batch_size": len({one.sample for one in self.drawn}),
             "kl_loss_coef": KL,
@@ -71,7 +72,6 @@ class RolloutDriver(Driver):
             "micro_batch_size": 1,
             "n_samples_per_prompt": 2,
             "rewards_normalization": False,
-            "rollout_temperature": 1.0,
             "seq_length": 64,
             "use_dynamic_batch_size": True,
             "use_kl_loss": True,
@@ -175,9 +175,10 @@ class _Scheduler:
 
 
 def parsed(hooks: Hooks, provider: Any = None) -> Namespace:
-    """Parse a framework's defaults by Megatron-LM's parser; ``provider`` adds its options.
+    """Parse a framework's defaults by Megatron-LM's parser, with only the policy loss.
 
-    Raises :class:`ContractError` if it has no option that the integration uses.
+    ``provider`` adds its options. Raises :class:`FrameworkError` if it has no option that the
+    integration uses.
     """
     from megatron.training.arguments import parse_args
 
@@ -192,8 +193,17 @@ def parsed(hooks: Hooks, provider: Any = None) -> Namespace:
     used = (hooks.carry_argument, REDUCER, "custom_megatron_init_path", "custom_config_path")
     lacking = [f"--{name.replace('_', '-')}" for name in used if not hasattr(args, name)]
     if lacking:
-        raise ContractError(f"the arguments of {hooks.name} lack {', '.join(lacking)}")
-    args.loss_type = "policy_loss"
+        raise FrameworkError(f"its arguments lack {', '.join(lacking)}")
+    given = {
+        "loss_type": "policy_loss",
+        "eps_clip": CLIP,
+        "eps_clip_high": CLIP,
+        "eps_clip_c": None,
+        "entropy_coef": 0.0,
+        "use_kl_loss": False,
+        "rollout_temperature": 1.0,
+    }
+    vars(args).update(given)
     return args
 
 

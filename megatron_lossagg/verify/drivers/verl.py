@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,7 +32,7 @@ class FrameworkDriver(Driver):
     """verl's engine around a small GPT."""
 
     function = "verl.workers.engine.megatron.transformer_impl.MegatronEngine.forward_backward_batch"
-    settings = {
+    settings: ClassVar[Mapping[str, Aggregation]] = {
         "token-mean": Aggregation("token_mean"),
         "seq-mean-token-mean": Aggregation("sample_mean"),
         "seq-mean-token-sum": Aggregation("sample_sum"),
@@ -159,7 +159,7 @@ def actor_config(trained: str | Aggregation) -> Any:
     if isinstance(trained, Aggregation):
         from megatron_lossagg.integrations.verl import LossMode
 
-        name = LossMode(trained.mode, trained.count_empty, "vanilla").name
+        name = LossMode(trained.mode, trained.count_empty is not False, "vanilla").name
         given |= {"policy_loss": PolicyLossConfig(loss_mode=name)}
         given["loss_scale_factor"] = trained.divisor
     else:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.drivers.drawn import aggregations
 from megatron_lossagg.verify.frameworks.check import Check, Comparison
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
 DIVISOR = 9.0
 """``max_seq_len`` of the drawn step."""
