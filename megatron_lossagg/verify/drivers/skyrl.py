@@ -51,6 +51,8 @@ class FrameworkDriver(Driver):
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
         super().__init__(parallelism, drawn)
+        if parallelism.cp > 1:  # then sequences are packed, and entropy is not weighed
+            self.terms = {name: of for name, of in self.terms.items() if name != "entropy"}  # type: ignore[misc]
         os.environ[WEIGH] = "1"  # the trainer leaves its weights in the batch
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
         import_shims()
@@ -73,7 +75,8 @@ class FrameworkDriver(Driver):
 
         from megatron_lossagg.integrations.skyrl import aggregated
 
-        cfg = config(len(self.drawn) // self.parallelism.dp)
+        is_packed = self.parallelism.cp > 1
+        cfg = config(len(self.drawn) // self.parallelism.dp, is_packed=is_packed)
         cfg.algorithm.max_seq_len = DIVISOR
         if isinstance(trained, str):
             cfg.algorithm.loss_reduction = trained
@@ -183,16 +186,16 @@ def batch_of(drawn: Sequence[Drawn]) -> Any:
     return batch
 
 
-def config(of_rank: int) -> Any:
+def config(of_rank: int, *, is_packed: bool) -> Any:
     """Return SkyRL's own configuration: its defaults but for what is set here."""
     from skyrl.train.config import TrainerConfig
 
     cfg = TrainerConfig()
     cfg.algorithm.policy_loss_type, cfg.algorithm.temperature = "dual_clip", 1.0
     cfg.algorithm.use_kl_loss, cfg.algorithm.kl_loss_coef = True, KL
-    cfg.algorithm.use_entropy_loss, cfg.algorithm.entropy_loss_coef = True, ENTROPY
+    cfg.algorithm.use_entropy_loss, cfg.algorithm.entropy_loss_coef = not is_packed, ENTROPY
     cfg.micro_train_batch_size_per_gpu = max(of_rank // 3, 1)
-    cfg.remove_microbatch_padding = False  # packed, entropy is not a term of its own
+    cfg.remove_microbatch_padding = is_packed
     cfg.max_tokens_per_microbatch = -1
     return cfg
 
