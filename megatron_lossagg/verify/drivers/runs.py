@@ -372,10 +372,7 @@ def _step(
                 "report": str(step),
                 "verdict": step.verdict,
                 "weighed": as_json(step, number=1),
-                "follows": driver.terms[name][0] in driver.follow if name in driver.terms else None,
-                "error": _weights_error(step, of_reference, driver.terms[name][1])
-                if name in driver.terms
-                else None,
+                **_by_hand(driver, name, step, of_reference),
             }
             for name, step in terms.items()
         },
@@ -393,18 +390,31 @@ def _name(aggregation: Aggregation) -> str:
     return str(Case(aggregation=aggregation))
 
 
-def _weights_error(step: Weighed, wanted: Sequence[tuple[int, float]], factor: float) -> float:
-    """Return the largest relative error of a sequence's smallest and largest weight."""
+def _by_hand(
+    driver: Driver, name: str, step: Weighed, wanted: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """Compare a term's weights with those by hand, if the driver knows it.
+
+    ``relative``: the smallest and the largest of a sequence over what is wanted; None if other
+    sequences have weights. ``error``: how far they are from 1.
+    """
+    if name not in driver.terms:
+        return {"follows": None, "coefficient": None, "relative": None, "error": None}
+    kind, factor = driver.terms[name]
     found = sorted(
         (one.tokens, one.weight_sum / one.tokens, one.weight_min, one.weight_max)
         for one in step.sequences
         if one.tokens
     )
-    if [n for n, *_ in found] != [n for n, _ in wanted]:
-        return math.inf
-    pairs = zip(found, sorted((n, w * factor) for n, w in wanted), strict=True)
-    errors = [abs(a / w - 1) for (_, *weights), (_, w) in pairs for a in weights]
-    return max(errors, default=0.0)
+    pairs = zip(found, sorted((n, w * factor) for n, w in wanted), strict=False)
+    ratios = [a / w for (_, *weights), (_, w) in pairs for a in weights]
+    is_same = [n for n, *_ in found] == [n for n, _ in wanted]
+    return {
+        "follows": kind in driver.follow,
+        "coefficient": factor,
+        "relative": [min(ratios), max(ratios)] if is_same else None,
+        "error": max(abs(ratio - 1) for ratio in ratios) if is_same else math.inf,
+    }
 
 
 def outcome_of(event: Event, framework: str) -> Outcome:
