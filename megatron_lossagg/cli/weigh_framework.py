@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a setting of its own instead of its default, or all",
     )
+    options.add_argument(
+        "--edges",
+        action="store_true",
+        help="draw fully masked samples too, and samples of several sequences",
+    )
     options.add_argument("--dp", type=int, default=2, metavar="N", help="ranks (default 2)")
     options.add_argument("--cp", type=int, default=1, metavar="N", help="(default 1)")
     options.add_argument(
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         parallelism=layout,
         setting=args.setting,
         aggregations=[aggregation] if aggregation is not None else [],
-        edges=False,
+        edges=args.edges,
     )
     last: list[Outcome] = []
     run_job(job, timeout=args.timeout, take=take, report=last.append)
