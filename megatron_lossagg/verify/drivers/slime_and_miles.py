@@ -28,7 +28,7 @@ from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "--calculate-per-token-loss"
 _MOST_TOKENS = 40
-"""Of a microbatch: three or four on a rank, with different numbers of sequences."""
+"""Of a microbatch over its context-parallel ranks."""
 
 
 class RolloutDriver(Driver):
@@ -68,7 +68,7 @@ class RolloutDriver(Driver):
             "global_batch_size": len({one.sample for one in self.drawn}),
             "kl_loss_coef": KL,
             "kl_loss_type": "k3",
-            "max_tokens_per_gpu": _MOST_TOKENS,
+            "max_tokens_per_gpu": _MOST_TOKENS // self.parallelism.cp,
             "micro_batch_size": 1,
             "n_samples_per_prompt": 2,
             "rewards_normalization": False,
