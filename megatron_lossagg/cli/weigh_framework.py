@@ -25,6 +25,7 @@ from megatron_lossagg.verify.parallelism import Parallelism
 
 _OF_A_SCRIPT = {"at": 1, "steps": 1, "stop": False, "picture": None, "expect": None, "cpu": False}
 """Options that a framework's step does not take, and their defaults."""
+_SEQUENCES = 12
 
 
 class _Chosen(argparse.Action):
@@ -56,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="draw fully masked samples too, and samples of several sequences",
     )
-    options.add_argument("--dp", type=int, default=2, metavar="N", help="ranks (default 2)")
-    options.add_argument("--cp", type=int, default=1, metavar="N", help="(default 1)")
+    options.add_argument("--dp", type=int, default=2, metavar="N", help="data-parallel ranks")
+    options.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel ranks")
     options.add_argument(
         "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help=argparse.SUPPRESS
     )
@@ -78,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
     if aggregation is not None and aggregation.mode in (CUSTOM, OWN_WEIGHTS):
         raise LossAggregationError(
             f"got {aggregation.mode} with --framework, expected a mode with a formula: choose one"
+        )
+    if args.dp < 1 or args.cp < 1 or _SEQUENCES % args.dp:
+        raise LossAggregationError(
+            f"got --dp {args.dp} --cp {args.cp}, expected at least 1, and a --dp that divides the "
+            f"{_SEQUENCES} drawn sequences"
         )
     check_installed(args.framework)
     check_outputs({"--json": args.json})

@@ -155,6 +155,8 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
     assert "got --framework with the script pretrain_gpt.py" in capsys.readouterr().err
     assert main(["weigh", "--framework", "miles", "--expect", "token_mean"]) == 2
     assert "got --framework with --expect, which is for a script" in capsys.readouterr().err
+    assert main(["weigh", "--framework", "miles", "--dp", "5"]) == 2
+    assert "a --dp that divides the 12 drawn sequences" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["weigh"])
     assert "required: script" in capsys.readouterr().err

@@ -295,11 +295,12 @@ class DriverJob:
 
             drawn = draw(edges=self.edges)
             driver = driver_of(self.framework)(self.parallelism, drawn)
-            prepared = [(trained, driver.prepare(trained)) for trained in self._trained(driver)]
+            steps = [*self._trained(driver)]
         except (Exception, SystemExit) as error:
             outcome = ended_by(error, f"import of {self.framework}", framework=self.framework)
             yield {"outcome": asdict(outcome)}
             return
+        prepared = [(trained, driver.prepare(trained)) for trained in steps]
         import torch.distributed as dist
 
         from megatron_lossagg.verify.drivers.driver import reference_of

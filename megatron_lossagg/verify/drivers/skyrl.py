@@ -7,6 +7,7 @@ rank runs the trainer, and takes its own part), models that Megatron-Bridge load
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,11 @@ def batch_of(drawn: Sequence[Drawn]) -> Any:
     responses = [one.tokens[-len(one.mask) :].tolist() for one in drawn]
     masks = [one.mask for one in drawn]
     rewards = [[0.0] * len(mask) for mask in masks]
-    converted = convert_prompts_responses_to_batch_tensors(0, prompts, responses, rewards, masks)
+    first = next(iter(inspect.signature(convert_prompts_responses_to_batch_tensors).parameters))
+    padding: Any = SimpleNamespace(pad_token_id=0) if first == "tokenizer" else 0  # until 0.3.0
+    converted = convert_prompts_responses_to_batch_tensors(
+        padding, prompts, responses, rewards, masks
+    )
     sequences, attention_mask, response_mask, _, loss_mask, *_ = converted
     width = loss_mask.shape[1]
     batch = TrainingInputBatch(
