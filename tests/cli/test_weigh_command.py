@@ -162,7 +162,8 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
     assert "required: script" in capsys.readouterr().err
 
 
-def test_a_custom_reducer_is_no_mode_of_a_frameworks_step(capsys):
-    options = ["--loss-aggregation-reducer-path", "custom_reducer:factory"]
+def test_weights_of_ones_own_are_no_mode_of_a_frameworks_step(capsys):
+    own = "megatron_lossagg.verify.cases:mean_of_prompts"
+    options = ["--loss-aggregation-weights-path", own]
     assert main(["weigh", "--framework", "miles", *options]) == 2
     assert "expected a mode with a formula" in capsys.readouterr().err
