@@ -87,7 +87,7 @@ def assert_trains_every_mode(framework):
     ("framework", "checkout", "stand_ins", "number"),
     [
         pytest.param("verl", "verl", "stand_ins_first", 69, marks=needs("verl")),
-        pytest.param("nemo_rl", "NeMo-RL", "nemo_rl_first", 34, marks=needs("NeMo-RL")),
+        pytest.param("nemo_rl", "NeMo-RL", "nemo_rl_first", 39, marks=needs("NeMo-RL")),
         pytest.param("areal", "AReaL", "areal_stand_ins_first", 23, marks=needs("AReaL")),
     ],
 )
