@@ -300,6 +300,7 @@ class DriverJob:
             outcome = ended_by(error, f"import of {self.framework}", framework=self.framework)
             yield {"outcome": asdict(outcome)}
             return
+        yield {"imported": self.framework}
         prepared = [(trained, driver.prepare(trained)) for trained in steps]
         import torch.distributed as dist
 
@@ -463,14 +464,16 @@ def run_job(
     """Run a job in processes of its own; ``take`` gets each step, ``report`` each outcome.
 
     Processes that end early, or are ended after ``timeout`` seconds, leave an outcome that says so:
-    it failed if a step had ended before.
+    a driver's failed if the framework was imported.
     """
     began: list[Event] = []
 
     def event(found: Event) -> None:
-        if found:
-            began.append(found)
-            report(Outcome(**found["outcome"])) if "outcome" in found else take(found)
+        began.append(found)
+        if "outcome" in found:
+            report(Outcome(**found["outcome"]))
+        elif "trained" in found:
+            take(found)
 
     processes = job.parallelism.world_size if isinstance(job, DriverJob) else None
     reason = ""
@@ -480,9 +483,10 @@ def run_job(
         reason = f"it did not end within {timeout:g} s: give it more by --timeout"
     else:
         if done.returncode:
-            reason = f"{failure_of(done)}\nImport {job.framework} by itself"
+            reason = failure_of(done)
+            reason += "" if began else f"\nImport {job.framework} by itself"
     if reason:
-        begins = "the steps that follow" if began else f"the steps of {job.framework}"
+        begins = "the steps that follow" if began else f"import of {job.framework}"
         state = FAIL if began and isinstance(job, DriverJob) else NOT_RUN
         report(Outcome(check=begins, function="", state=state, explanation=reason))
 

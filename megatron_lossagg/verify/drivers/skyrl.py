@@ -107,7 +107,8 @@ class FrameworkDriver(Driver):
         self.chunk.zero_grad_buffer()
         with replaced(torch, randint=_in_vocabulary(torch.randint)):
             output = worker.forward_backward(chunks[parallel_state.get_data_parallel_rank()])
-        worker.model.run_pending_grad_sync()
+        if hasattr(worker.model, "run_pending_grad_sync"):  # 0.3.0 reduces in the schedule
+            worker.model.run_pending_grad_sync()
         return {"loss": float(output.metrics["policy_loss"])}
 
 
