@@ -35,6 +35,7 @@ from megatron_lossagg.verify.drivers.runs import (
     driver_of,
     run_framework,
 )
+from megatron_lossagg.verify.drivers.runs import outcome_of as outcome_of_step
 from megatron_lossagg.verify.drivers.slime_and_miles import parsed
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.frameworks.check import Check, compare, outcome_of
@@ -170,6 +171,39 @@ def test_a_finite_loss_with_a_nan_gradient_fails():
     outcome = outcome_of(check, framework="verl")
     assert outcome.loss_error == 0
     assert outcome.state == "FAIL"
+
+
+METRIC = {"verdict": "", "weighed": {"tokens": 0}, "follows": None, "error": None}
+
+
+def a_step(*, error=0.0, got=1.0, missing=(), **terms):
+    """Return what a driver's step writes: a policy loss, and other terms by name."""
+    known = {"verdict": "v", "weighed": {"tokens": 4}, "follows": True, "error": error}
+    return {
+        "trained": "token_mean",
+        "function": "f",
+        "tolerance": 1e-5,
+        "terms": {"pg_loss": known, **terms},
+        "missing": missing,
+        "logged": {"loss": [got, 1.0]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [
+        (a_step(), "PASS"),
+        (a_step(ppo_kl=METRIC), "PASS"),
+        (a_step(kl_loss={**METRIC, "weighed": {"tokens": 4}}), "FAIL"),
+        (a_step(kl_loss={**METRIC, "weighed": {"tokens": 4}, "follows": False}), "PASS"),
+        (a_step(error=1e-4), "FAIL"),
+        (a_step(got=1.1), "FAIL"),
+        (a_step(missing=["kl_loss"]), "FAIL"),
+    ],
+    ids=["right", "a metric", "a term too many", "a term of its own", "weights", "logged", "lacks"],
+)
+def test_a_step_passes_if_its_terms_have_the_modes_weights_and_it_logs_their_loss(step, state):
+    assert outcome_of_step(step, "verl").state == state
 
 
 def test_framework_under_a_launcher_is_refused(monkeypatch, capsys):

@@ -421,8 +421,10 @@ def _by_hand(
 
 def outcome_of(event: Event, framework: str) -> Outcome:
     """Return how a mode of ours ended in a step."""
-    followed = {
-        name: term["error"] for name, term in event["terms"].items() if term["follows"] is not False
+    followed = {  # a term that the driver does not know and that trains something is one too many
+        name: term["error"]
+        for name, term in event["terms"].items()
+        if term["follows"] or (term["follows"] is None and term["weighed"]["tokens"])
     }
     missing, logged = event["missing"], event["logged"]
     errors = [math.inf if e is None else e for e in followed.values()]
