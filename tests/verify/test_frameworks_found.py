@@ -9,11 +9,11 @@ import pytest
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.drivers import runs
+from megatron_lossagg.verify.drivers.missing import install_line
 from megatron_lossagg.verify.drivers.runs import (
     Framework,
     check_installed,
     ended_by,
-    install_line,
 )
 from megatron_lossagg.verify.frameworks.check import Check, outcome_of
 
