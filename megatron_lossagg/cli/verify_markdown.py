@@ -19,9 +19,9 @@ from megatron_lossagg.cli.verify_report import (
     place,
     result,
 )
+from megatron_lossagg.verify.drivers.runs import FAIL, PASS, counted
+from megatron_lossagg.verify.drivers.runs import cells as framework_cells
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks.check import FAIL, PASS, counted
-from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 
 _LAYOUT_COLUMNS = ("layout", "cases that pass", "largest gradient error", "")
 _SPECIAL = re.compile(r"[\\`*\[\]|~$#]|(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9])")

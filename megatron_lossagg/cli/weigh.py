@@ -5,7 +5,8 @@ before the script, and the script's own after it, as with `lossagg run`. The
 script trains bit for bit as without this command; the weights of the first
 step are printed on rank 0, and training goes on. Exit status: the script's;
 1 with --expect if the last weighed step trains something else, and if a
-report could not be written.
+report could not be written. With --framework instead of a script: a
+framework's own step on a drawn batch, without GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.cli import run as run_command
+from megatron_lossagg.cli import weigh_framework
 from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.weighed_picture import drawn
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--trust", action="store_true", help="with --expect: also where f could not be measured"
     )
+    weigh_framework.add_arguments(parser)
     run_command.add_arguments(parser)
 
 
@@ -68,6 +71,8 @@ def _compared(names: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the script and weigh its steps; return the exit status."""
+    if args.framework is not None:
+        return weigh_framework.run(args)
     if args.at < 1 or args.steps < 1:
         raise LossAggregationError(
             f"got --at {args.at} --steps {args.steps}, expected a step from 1 on, and at least one"

@@ -225,7 +225,7 @@ class Weighing:
         return listened
 
     def reduced(self) -> None:
-        """Read gradients that were reduced after the block, by another than the schedule."""
+        """Read gradients that were reduced after the block; no collective, no host sync."""
         self._parameters.finalized()
 
     def has_mask(self, mask: Tensor) -> None:

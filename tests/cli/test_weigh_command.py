@@ -162,3 +162,24 @@ def test_what_is_expected_is_met_by_a_step_that_tells_it_from_other_modes(
     unmet = _unmet(step, Namespace(expect=_compared(expected), trust=trust))
     assert says in unmet
     assert bool(unmet) == bool(says)
+
+
+def test_a_framework_needs_no_script_and_takes_none(capsys):
+    assert main(["weigh", "--framework", "miles"]) == 2
+    assert "miles is not installed here" in capsys.readouterr().err
+    assert main(["weigh", "--framework", "miles", "pretrain_gpt.py"]) == 2
+    assert "got --framework with the script pretrain_gpt.py" in capsys.readouterr().err
+    assert main(["weigh", "--framework", "miles", "--expect", "token_mean"]) == 2
+    assert "got --framework with --expect, which is for a script" in capsys.readouterr().err
+    assert main(["weigh", "--framework", "miles", "--dp", "5"]) == 2
+    assert "a --dp that divides the 12 drawn sequences" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["weigh"])
+    assert "required: script" in capsys.readouterr().err
+
+
+def test_weights_of_ones_own_are_no_mode_of_a_frameworks_step(capsys):
+    own = "megatron_lossagg.verify.cases:mean_of_prompts"
+    options = ["--loss-aggregation-weights-path", own]
+    assert main(["weigh", "--framework", "miles", *options]) == 2
+    assert "expected a mode with a formula" in capsys.readouterr().err

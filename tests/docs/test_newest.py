@@ -5,7 +5,7 @@ import ast
 import newest
 import pytest
 
-from megatron_lossagg.verify.frameworks import FRAMEWORKS
+from megatron_lossagg.verify.drivers.runs import FRAMEWORKS
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_names_are_those_that_are_imported_or_written_but_not_told_about():
 
 def test_every_framework_that_verify_runs_is_tried():
     assert FRAMEWORKS.keys() <= newest.NEWEST.keys()
-    assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.agg_loss"}
+    assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.POLICY_LOSS_REGISTRY"}
     assert newest.names_of(("areal",)) >= {"areal.engine.megatron_engine"}
 
 

@@ -10,8 +10,8 @@ from slime_miles_data import BELOW_ONE, arguments
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles as miles_hooks
-from megatron_lossagg.verify.frameworks import miles, slime_and_miles
-from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
+from megatron_lossagg.verify.drivers import miles, slime_and_miles
+from megatron_lossagg.verify.drivers.drawn import aggregations, draw
 
 
 class Miles:
@@ -24,7 +24,7 @@ class Miles:
         from miles.utils.misc import load_function
 
         self.cp_utils, self.load_function = cp_utils, load_function
-        self.parsed = slime_and_miles.arguments(self.hooks)
+        self.parsed = slime_and_miles.parsed(self.hooks)
 
     def start(self, args):
         from miles.utils import object_store

@@ -24,7 +24,6 @@ import contextlib
 import io
 import pickle
 import sys
-import types
 from types import SimpleNamespace
 
 import framework_step
@@ -34,7 +33,6 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from nemo_rl.algorithms.loss.interfaces import LossType
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -52,12 +50,13 @@ from nemo_rl_cases import (
     reference_steps,
     with_value_head,
 )
+from nemo_rl_functions import losses_of
 from nemo_rl_trainer import Nothing, train_data
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.verify.drivers.nemo_rl import sharded, worker_module
 from megatron_lossagg.verify.frameworks.drawn_step import Step
-from megatron_lossagg.verify.frameworks.nemo_rl import losses_of
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 WHAT, _, FILE, *OTHERS = sys.argv[1:]
@@ -130,26 +129,6 @@ def plan():
     torch.save(saved, FILE)
 
 
-def sharded(data, how, dp_size, policy_config, sequences_per_step=SEQUENCES_PER_STEP):
-    """Split the batch as NeMo-RL's policy does."""
-    from nemo_rl.models.policy.lm_policy import Policy as RealPolicy
-
-    class OfSize(RealPolicy):
-        data_parallel_size = dp_size
-
-    policy = object.__new__(OfSize)
-    policy.cfg = policy_config
-    policy.use_dynamic_batches, policy.use_sequence_packing = how == "dynamic", how == "packed"
-    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
-    policy.dynamic_batching_args = {**keys, "sequence_length_round": 4}
-    policy.sequence_packing_args = {
-        **keys,
-        "algorithm": policy_config["sequence_packing"]["algorithm"],
-        "sequence_length_pad_multiple": policy_config["make_sequence_length_divisible_by"],
-    }
-    return policy._shard_for_train(data, sequences_per_step)
-
-
 class Recorder(Nothing):
     """In place of the optimizer: keeps each step's largest gradient error."""
 
@@ -163,38 +142,6 @@ class Recorder(Nothing):
         return True, 0.0, 0
 
 
-def megatron_worker():
-    """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
-    import megatron.core.dist_checkpointing.strategies.torch as checkpoints
-    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
-
-    checkpoints.get_async_strategy = None
-    fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallelV2 = (
-        fsdp.FullyShardedDataParallel
-    )
-    generation = types.ModuleType("nemo_rl.models.generation.megatron.megatron_worker")
-    for name in ("MegatronGenerationMixin", "MegatronGenerationRefitMixin"):
-        setattr(generation, name, type(name, (), {}))
-    sys.modules[generation.__name__] = generation
-    from nemo_rl.models.policy.workers import megatron_policy_worker as module
-
-    # Of Megatron-LM: a causal mask, which is this model's attention's own, and positions.
-    data = sys.modules["nemo_rl.models.megatron.data"]
-    data.get_ltor_masks_and_position_ids = lambda data, **_: (
-        (None, None, torch.arange(data.shape[1]).expand_as(data))
-    )
-    if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 0.16; Mamba's
-        data.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
-    # Of Megatron-Bridge, over the ranks of one model: they have equal values here.
-    module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
-    module.logical_and_across_model_parallel_group = lambda value, mp_group: value
-    module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
-    torch.cuda.get_device_name = lambda: "cpu"
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
-    BatchedDataDict.to = lambda self, device, **_: self
-    return module
-
-
 def worker_of(kind, data, how, size, chunk, steps):
     """Return a worker around the model, this rank's part of the batch, and the optimizer."""
     dp_size = parallel_state.get_data_parallel_world_size()
@@ -205,7 +152,7 @@ def worker_of(kind, data, how, size, chunk, steps):
     policy_config["megatron_cfg"]["context_parallel_size"] = cp
     ddp = policy_config["megatron_cfg"]["distributed_data_parallel_config"]
     ddp["overlap_grad_reduce"] = False  # as this model is wrapped
-    shards = sharded(BatchedDataDict(data), how, dp_size, policy_config)
+    shards = sharded(BatchedDataDict(data), policy_config, dp_size, SEQUENCES_PER_STEP)
     worker = object.__new__(kind)
     optimizer = Recorder(chunk, steps)
     vars(worker).update(
@@ -241,7 +188,7 @@ def split_steps(worker, data, how, loss_fn, size):
         worker.begin_train_step(loss_fn, gbs=SEQUENCES_PER_STEP, mbs=size)
         for number in CHUNKS:
             chunk = data.slice(start, start + number)
-            shards = sharded(chunk, how, worker.dp_size, worker.cfg, number)
+            shards = sharded(chunk, worker.cfg, worker.dp_size, number)
             worker.train_microbatch(shards[rank])
             start += number
         metrics = worker.finish_train_step()
@@ -251,7 +198,7 @@ def split_steps(worker, data, how, loss_fn, size):
 def train():
     cp, how, *cases = OTHERS
     saved = torch.load(FILE, weights_only=False)
-    policy = megatron_worker()
+    policy = worker_module()
     tiny_gpt.start(cp=int(cp))
     for case in cases:
         loss, mode, size = case.split("/")
@@ -323,7 +270,7 @@ def weigh():
     cp, how, *cases = OTHERS
     saved = torch.load(FILE, weights_only=False)
     data, _ = next(iter(saved.values()))
-    policy = megatron_worker()
+    policy = worker_module()
     tiny_gpt.start(cp=int(cp))
     from megatron_lossagg.integrations import weigh_rl
 

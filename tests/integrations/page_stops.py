@@ -92,8 +92,9 @@ def _skyrl_stops(module):
     import ray
 
     def build_models(trainer, policy, *others):
+        from skyrl_functions import batch, prompt_boundaries
+
         from megatron_lossagg.verify.frameworks.drawn_step import Step
-        from megatron_lossagg.verify.frameworks.skyrl import batch, prompt_boundaries
 
         step, drawn = Step(), batch(Step())
         before, bounds = drawn["advantages"].clone(), [(0, len(step.lengths))]

@@ -10,8 +10,8 @@ import torch
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles, slime
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
-from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
-from megatron_lossagg.verify.frameworks.slime_and_miles import args_with_weights
+from megatron_lossagg.verify.drivers.drawn import aggregations, draw
+from megatron_lossagg.verify.drivers.slime_and_miles import args_with_weights
 
 MODULES = {"slime": slime, "miles": miles}
 CASES = aggregations()

@@ -6,16 +6,16 @@ import importlib.metadata
 import pytest
 import torch
 from shared import assert_same
+from skyrl_functions import ALIASES, batch, checks, prompt_boundaries, trainer
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.skyrl import _LINEAR, aggregated
-from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
+from megatron_lossagg.verify.drivers.runs import DEFAULT, PASS
+from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.drawn_step import Step
-from megatron_lossagg.verify.frameworks.run_checks import checks_of
-from megatron_lossagg.verify.frameworks.skyrl import ALIASES, batch, prompt_boundaries, trainer
 
-CHECKS = checks_of("skyrl")  # makes SkyRL's models import on a Python before 3.12
+CHECKS = checks(DEFAULT)  # makes SkyRL's models import on a Python before 3.12
 
 from skyrl.backends.skyrl_train.utils import ppo_utils  # noqa: E402
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig  # noqa: E402

@@ -50,6 +50,7 @@ adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_pa
 
 import framework_step  # noqa: E402
 import pytest  # noqa: E402
+import skyrl_functions as frameworks  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -57,11 +58,7 @@ from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from skyrl.backends.skyrl_train.distributed import dispatch  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils  # noqa: E402
-from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import (  # noqa: E402
-    MegatronStrategy,
-)
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
-from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry  # noqa: E402
 from skyrl.backends.skyrl_train.workers.megatron import (  # noqa: E402
     megatron_model_wrapper,
     megatron_worker,
@@ -75,7 +72,10 @@ from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.integrations import weigh_rl  # noqa: E402
 from megatron_lossagg.integrations._weigh_skyrl import SCALE  # noqa: E402
 from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
-from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
+from megatron_lossagg.verify.drivers.skyrl import (  # noqa: E402
+    prompt_boundaries,
+    worker_of,
+)
 from megatron_lossagg.weigh import told  # noqa: E402
 
 MegatronModelWrapper = megatron_model_wrapper.MegatronModelWrapper
@@ -132,7 +132,7 @@ def batch_of_the_step():
         "uids": uids,
         "response_length": width,
         "policy_mini_batch_boundaries": [(0, len(uids))],
-        "policy_prompt_boundaries": frameworks.prompt_boundaries(uids),
+        "policy_prompt_boundaries": prompt_boundaries(uids),
     }
     return batch
 
@@ -150,19 +150,6 @@ def config_of(terms, batching, num_microbatches):
     cfg.max_tokens_per_microbatch = 40 if batching == "tokens" else -1
     cfg.vocab_entropy_chunk_size = 4  # so that entropy is computed in several chunks
     return cfg
-
-
-def worker_of(cfg, chunk):
-    """Return SkyRL's policy worker around a wrapped model."""
-    worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
-    worker.cfg, worker.actor_module, worker.optimizer = cfg, [chunk], None
-    worker.strategy = object.__new__(MegatronStrategy)
-    worker.enable_router_replay = worker.empty_cuda_cache = False
-    worker.enable_sample_support_replay = False  # of 0.4.0
-    worker.model = megatron_worker.MegatronModelWrapper(
-        cfg, [chunk], policy_loss_fn=PolicyLossRegistry.get(cfg.algorithm.policy_loss_type)
-    )
-    return worker
 
 
 def staged(cfg, case):
@@ -273,6 +260,7 @@ def check_weighed(weighed, cfg, case, terms, chunks, *, is_patched):
     if terms != "nll" and "microbatch" not in aggregation.mode:
         is_ours = case in framework_step.CASES
         framework_step.assert_named(weighed["loss"], aggregation, is_ours=is_ours)
+    assert not weighed["loss"].unknown  # measured where SkyRL reduces, after the schedule
     if is_patched or cfg.max_tokens_per_microbatch > 0 or "kl" not in terms:
         return
     kl, entropy = [], []

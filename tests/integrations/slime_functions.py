@@ -16,8 +16,8 @@ from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integrations import _framework_options
 from megatron_lossagg.integrations import slime as slime_hooks
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
-from megatron_lossagg.verify.frameworks import slime_and_miles
-from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
+from megatron_lossagg.verify.drivers import slime, slime_and_miles
+from megatron_lossagg.verify.drivers.drawn import aggregations, draw
 
 BY_MICROBATCH = Aggregation("microbatch_token_mean")
 
@@ -29,71 +29,30 @@ class Slime:
 
     def __init__(self):
         self.aggregations = {**aggregations(), **BELOW_ONE, BY_MICROBATCH.mode: BY_MICROBATCH}
-        from slime.utils import accelerator
-        from slime.utils.accelerator.torch_accelerator import TorchAccelerator
-
-        class CPUAccelerator(TorchAccelerator):
-            name = device_type = "cpu"
-            communication_backend_name = "gloo"
-
-            def _module(self):
-                return torch.cpu
-
-            def is_available(self):
-                return True
-
-            def device(self, index=None):
-                return torch.device("cpu")
-
-            def current_device(self):
-                return "cpu"
-
-            def mem_get_info(self, device=None):
-                return (1 << 40, 1 << 40)
-
-            def memory_allocated(self, device=None):
-                return 0
-
-            memory_reserved = memory_allocated
-
-        accelerator.set_accelerator(CPUAccelerator())
+        slime.use_cpu()
         from slime.backends.megatron_utils import cp_utils
         from slime.utils.misc import load_function
 
         self.cp_utils, self.load_function = cp_utils, load_function
-        self.parsed = slime_and_miles.arguments(self.hooks)
+        self.parsed = slime_and_miles.parsed(self.hooks)
 
     def start(self, args):
         pass
 
-    def manager(self, args):
-        """Return a rollout manager without Ray."""
-        from slime.ray.rollout import RolloutManager
-
-        manager = object.__new__(RolloutManager.__ray_metadata__.modified_class)
-        manager.args = args
-        manager.custom_convert_samples_to_train_data_func = None
-        manager.custom_reward_post_process_func = None
-        return manager
-
     def converted(self, args):
         from slime.utils.types import Sample
 
-        return self.manager(args)._convert_samples_to_train_data(
+        return slime.manager(args)._convert_samples_to_train_data(
             slime_and_miles.make_samples(draw(), Sample)
         )
 
     def split(self, args, data, parallelism):
-        manager = self.manager(args)
+        manager = slime.manager(args)
         manager.train_parallel_config = {**parallelism, "microbatch_group_size_per_vp_stage": 1}
         return manager._split_train_data_by_dp(data)
 
     def received(self, args, refs):
-        from slime.backends.megatron_utils.actor import MegatronTrainRayActor
-
-        actor = object.__new__(MegatronTrainRayActor)
-        actor.args = args
-        return actor._get_rollout_data(refs)
+        return slime.received(args, refs)
 
     def carry(self, args, data):
         if args.rollout_data_postprocess_path:

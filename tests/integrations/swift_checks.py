@@ -11,10 +11,10 @@ from laws import Comparison, Laws, Tolerance
 from swift.version import __version__
 from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
 
+from megatron_lossagg.verify.drivers.runs import DEFAULT, checks_of
 from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.frameworks.ms_swift import ALIASED, grpo_loss, grpo_losses
-from megatron_lossagg.verify.frameworks.run_checks import DEFAULT, checks_of
 
 CHECKS = {check.name: check for check in checks_of("ms-swift", DEFAULT)}
 

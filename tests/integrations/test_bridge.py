@@ -12,7 +12,7 @@ from conftest import TESTS
 from laws import Comparison, Laws, PretrainingLaws, assert_same, close
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify.frameworks.run_checks import FrameworkJob
+from megatron_lossagg.verify.drivers.runs import CheckJob
 from megatron_lossagg.verify.job import write_job
 
 pytestmark = NEEDS
@@ -113,9 +113,10 @@ def test_another_cp_for_evaluation_is_refused_by_every_rank_before_the_first_ste
 
 
 def test_verify_binds_the_hook_in_bridges_own_modules(bridge, tmp_path):
-    write_job(FrameworkJob("bridge", Aggregation("sample_mean")), tmp_path / "job")
+    write_job(CheckJob("bridge", Aggregation("sample_mean")), tmp_path / "job")
     written = bridge.launch(1, ["-m", "megatron_lossagg.verify", str(tmp_path / "job")])
-    outcomes = {found["check"]: found["state"] for found in map(json.loads, written.splitlines())}
+    found = [json.loads(line)["outcome"] for line in written.splitlines()]
+    outcomes = {one["check"]: one["state"] for one in found}
     assert outcomes == {
         "train is hooked, sample_mean": "PASS",
         "eval is hooked, sample_mean": "PASS",

@@ -27,7 +27,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import FrameworkStep, roll
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
-from megatron_lossagg.verify.frameworks.drawn_step import draw
+from megatron_lossagg.verify.drivers.drawn import draw
 
 CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
 

@@ -11,7 +11,7 @@ from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
 from megatron_lossagg.integrations import _framework_options, _rollout_mask_sums, miles, slime
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, checked_aggregation
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.verify.frameworks.slime_and_miles import args_with_weights
+from megatron_lossagg.verify.drivers.slime_and_miles import args_with_weights
 
 NO_COUNT_EMPTY = {"loss_aggregation_count_empty": None}
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import verl_functions as verl_checks
 from frameworks import checkout_of, needs
 from shared import assert_same, launched
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -13,18 +14,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.utils import losses as verl_losses
-
-from megatron_lossagg import Aggregation
-from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations import verl as verl_plugin
-from megatron_lossagg.integrations._rebind import HOOK
-from megatron_lossagg.integrations.verl import LossMode
-from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.frameworks import verl as verl_checks
-from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
-from megatron_lossagg.verify.frameworks.drawn_step import Step
-from megatron_lossagg.verify.frameworks.run_checks import checks_of
-from megatron_lossagg.verify.frameworks.verl import (
+from verl_functions import (
     ALIASES,
     DIVISOR,
     actor_config,
@@ -32,7 +22,17 @@ from megatron_lossagg.verify.frameworks.verl import (
     run_microbatch,
 )
 
-CHECKS = checks_of("verl")
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations import verl as verl_plugin
+from megatron_lossagg.integrations._rebind import HOOK
+from megatron_lossagg.integrations.verl import LossMode
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.drivers.runs import DEFAULT, PASS
+from megatron_lossagg.verify.frameworks.check import outcome_of
+from megatron_lossagg.verify.frameworks.drawn_step import Step
+
+CHECKS = verl_checks.checks(DEFAULT)
 MODES = list(ALIASES)
 
 

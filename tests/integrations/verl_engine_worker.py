@@ -13,7 +13,6 @@ import os
 import sys
 import uuid
 from functools import partial
-from types import SimpleNamespace
 
 os.environ |= {"VERL_ENGINE_VENDOR": "lossagg", "VERL_ENGINE_DEVICE": "cuda"}
 
@@ -29,6 +28,8 @@ import torch.distributed as dist  # noqa: E402
 from device_double import DeviceDouble, OnDevice  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+from megatron_lossagg.verify.drivers.verl import engine_around  # noqa: E402
+
 
 def build(per_token):
     """Return the engine that verl would select, around a wrapped tiny GPT."""
@@ -41,29 +42,7 @@ def build(per_token):
     engine_class = EngineRegistry.get_engine_cls("language_model", "megatron")
     assert engine_class.__module__ == "megatron_lossagg.integrations.verl"
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
-    engine = object.__new__(engine_class)
-    engine.tokens_of = {}
-    engine.engine_config = SimpleNamespace(
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        dynamic_context_parallel=False,
-        pad_bshd_to_minibatch_max=True,
-        use_remove_padding=True,
-        use_fused_kernels=False,
-        pad_to_length=False,
-        entropy_from_logits_with_chunking=False,
-        router_replay=SimpleNamespace(mode="disabled"),
-    )
-    engine.model_config = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["TinyGPT"]),
-        mtp=SimpleNamespace(enable=False, enable_train=False),
-        tokenizer=SimpleNamespace(pad_token_id=0),
-    )
-    engine.tf_config = chunk.config
-    engine.enable_routing_replay = False
-    engine.module = [chunk]
-    # verl all-reduces this count in place; on a GPU it is a copy, on the CPU the batch's offsets.
-    count = engine._routed_num_tokens
-    engine._routed_num_tokens = lambda data: count(data).clone()
+    engine = engine_around(engine_class, chunk)
     own = engine.postprocess_micro_batch_func
 
     def postprocess(output, *, loss_function, **more):

@@ -24,32 +24,23 @@ from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations import _rebind
 from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
-from megatron_lossagg.verify.frameworks import FRAMEWORKS
-from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
-from megatron_lossagg.verify.frameworks.check import (
-    Check,
+from megatron_lossagg.verify.drivers.drawn import aggregations
+from megatron_lossagg.verify.drivers.runs import (
+    DEFAULT,
+    FRAMEWORKS,
+    CheckJob,
     FrameworkError,
     NotRunError,
-    compare,
-    outcome_of,
-)
-from megatron_lossagg.verify.frameworks.drawn_step import aggregations
-from megatron_lossagg.verify.frameworks.run_checks import (
-    DEFAULT,
-    FrameworkJob,
     checks_of,
+    driver_of,
     run_framework,
 )
-from megatron_lossagg.verify.frameworks.slime_and_miles import join_alone, parsed
+from megatron_lossagg.verify.drivers.runs import outcome_of as outcome_of_step
+from megatron_lossagg.verify.drivers.slime_and_miles import parsed
+from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
+from megatron_lossagg.verify.frameworks.check import Check, compare, outcome_of
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.skipif(find_spec("megatron.training") is not None, reason="Megatron-LM is here")
-def test_slime_and_miles_without_megatron_lm_do_not_run_and_say_what_they_need(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(NotRunError, match=r"megatron\.training cannot be found.* PYTHONPATH"):
-        join_alone()
 
 
 def write_verl(folder, init):
@@ -68,19 +59,14 @@ def verl_that(launches, tmp_path, monkeypatch):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """Fork the process of a framework's checks from one that has imported torch."""
+    """Fork a driver's ranks from a process that has imported torch."""
 
-    def run_alone(command, *, timeout, env):
-        unbuffered, *command = command
-        assert unbuffered == "-u"
-        return fork_server().launch(command, processes=1, timeout=timeout, env=env)
-
-    monkeypatch.setattr(job, "run_alone", run_alone)
+    monkeypatch.setattr(job, "launch", fork_server().launch)
 
 
 @pytest.mark.launches
 def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(tmp_path, monkeypatch):
-    """In the process that users get, which is no rank and has their path."""
+    """In the ranks that users get, which have their path."""
     init = "import ray_of_tests.core\nimport json\nfrom yaml_of_tests import a, b\n"
     init += (
         "class C(a.B, extra=1): pass\n@b(1)\ndef f(x: a | None): pass\nimport ray_of_tests.more\n"
@@ -97,7 +83,7 @@ def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(tmp
 
 
 def only_outcome(timeout=100.0):
-    """Run verl's checks, which do not pass; return state and explanation of the only outcome."""
+    """Run verl's driver, which does not pass; return state and explanation of the only outcome."""
     framework = run_framework("verl", timeout=timeout)
     assert not framework["passed"]
     (check,) = framework["checks"]
@@ -132,20 +118,20 @@ def test_an_import_that_ends_the_process_is_a_reason(verl_that):
     verl_that("import os; print('last words', flush=True); os._exit(3)")
     state, reason = only_outcome()
     assert state == "NOT RUN"
-    assert reason.startswith("the process ended with status 3; it printed last: last words")
+    assert reason.endswith("Import verl by itself")
 
 
 def test_an_import_that_a_signal_ends_is_a_reason_with_its_name(verl_that):
     verl_that("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     state, reason = only_outcome()
     assert state == "NOT RUN"
-    assert reason.startswith("the process was ended by SIGKILL. Import verl by itself")
+    assert "was killed (SIGKILL) and raised no error" in reason
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
 def test_an_import_that_does_not_end_is_ended(verl_that):
     verl_that("import time; time.sleep(100)")
-    reason = "the process did not end within 2 s: give it more by --timeout"
+    reason = "it did not end within 2 s: give it more by --timeout"
     assert only_outcome(timeout=2.0) == ("NOT RUN", reason)
     assert not any(b"-m\0megatron_lossagg.verify" in command for command in commands_of_children())
 
@@ -185,6 +171,39 @@ def test_a_finite_loss_with_a_nan_gradient_fails():
     outcome = outcome_of(check, framework="verl")
     assert outcome.loss_error == 0
     assert outcome.state == "FAIL"
+
+
+METRIC = {"verdict": "", "weighed": {"tokens": 0}, "follows": None, "error": None}
+
+
+def a_step(*, error=0.0, got=1.0, missing=(), **terms):
+    """Return what a driver's step writes: a policy loss, and other terms by name."""
+    known = {"verdict": "v", "weighed": {"tokens": 4}, "follows": True, "error": error}
+    return {
+        "trained": "token_mean",
+        "function": "f",
+        "tolerance": 1e-5,
+        "terms": {"pg_loss": known, **terms},
+        "missing": missing,
+        "logged": {"loss": [got, 1.0]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [
+        (a_step(), "PASS"),
+        (a_step(ppo_kl=METRIC), "PASS"),
+        (a_step(kl_loss={**METRIC, "weighed": {"tokens": 4}}), "FAIL"),
+        (a_step(kl_loss={**METRIC, "weighed": {"tokens": 4}, "follows": False}), "PASS"),
+        (a_step(error=1e-4), "FAIL"),
+        (a_step(got=1.1), "FAIL"),
+        (a_step(missing=["kl_loss"]), "FAIL"),
+    ],
+    ids=["right", "a metric", "a term too many", "a term of its own", "weights", "logged", "lacks"],
+)
+def test_a_step_passes_if_its_terms_have_the_modes_weights_and_it_logs_their_loss(step, state):
+    assert outcome_of_step(step, "verl").state == state
 
 
 def test_framework_under_a_launcher_is_refused(monkeypatch, capsys):
@@ -230,7 +249,8 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_markdown_and_s
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is here")
 @pytest.mark.parametrize("framework", ["bridge", "ms-swift"])
 def test_what_needs_transformer_engine_says_so_before_it_imports_anything(framework):
-    (outcome,) = FrameworkJob(framework, DEFAULT).run()
+    (event,) = CheckJob(framework, DEFAULT).run()
+    outcome = event["outcome"]
     assert outcome["state"] == "NOT RUN"
     assert outcome["explanation"].startswith(f"{framework} imports Transformer Engine, which is no")
 
@@ -267,7 +287,10 @@ def test_a_hook_that_does_not_bind_fails_by_name(bridge, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_every_framework_has_checks(name):
+def test_every_framework_has_a_driver_or_checks(name):
+    if FRAMEWORKS[name].has_driver:
+        assert driver_of(name).settings
+        return
     module = f"megatron_lossagg.verify.frameworks.{name.replace('-', '_')}"
     assert callable(importlib.import_module(module).checks)
 
@@ -301,8 +324,7 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
 )
 def test_the_policy_loss_of_slime_and_miles_is_the_references(monkeypatch, tmp_path, name):
     checks = run_checkout(monkeypatch, tmp_path, name, name, "Megatron-LM")
-    names = {check["check"] for check in checks}
-    assert names > {f"carry_weights, {mode}" for mode in aggregations()}
+    assert [check["check"] for check in checks] == [*aggregations()]
 
 
 needs_megatron_lm = needs("Megatron-LM", "six", "regex", "pydantic", "yaml")

@@ -23,14 +23,10 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.verify.frameworks.check import (
-    Check,
-    Comparison,
-    FrameworkError,
-    compare,
-    loop_not_run,
-)
-from megatron_lossagg.verify.frameworks.drawn_step import Step, aggregations
+from megatron_lossagg.verify.drivers.drawn import aggregations
+from megatron_lossagg.verify.drivers.runs import FrameworkError
+from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare, loop_not_run
+from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 _MCA = "llamafactory.train.mca"
 _COLLATOR = f"{_MCA}.workflow._data_collator_wrapper"

@@ -21,6 +21,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.verify.drivers.drawn import aggregations
 from megatron_lossagg.verify.frameworks.check import (
     HOOK,
     Check,
@@ -28,7 +29,7 @@ from megatron_lossagg.verify.frameworks.check import (
     check_hooked,
     loop_not_run,
 )
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
 _BASE = "swift.megatron.trainers.base"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.drivers.drawn import aggregations
+from megatron_lossagg.verify.drivers.skyrl import prompt_boundaries
 from megatron_lossagg.verify.frameworks.check import Check, Comparison
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
 DIVISOR = 9.0
 """``max_seq_len`` of the drawn step."""
@@ -55,16 +56,6 @@ def checks(_: Aggregation) -> list[Check]:
                 trained = f"aggregated_sft(SFTTrainer{', packed' * packs}), {name}"
                 listed.append(Check(trained, f"{_SFT}.build_train_dataloader", run))
     return listed
-
-
-def prompt_boundaries(prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """Write contiguous prompts as SkyRL's pairs of first sequence and end."""
-    bounds, start = [], 0
-    for _, sequences in groupby(prompts):
-        end = start + len(list(sequences))
-        bounds.append((start, end))
-        start = end
-    return bounds
 
 
 def _whole(step: Step, field: str) -> Tensor:

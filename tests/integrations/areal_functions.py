@@ -23,14 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.drivers.drawn import Drawn, aggregations, ppo_losses
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare, loop_not_run
-from megatron_lossagg.verify.frameworks.drawn_step import (
-    Drawn,
-    Step,
-    aggregations,
-    aliases,
-    ppo_losses,
-)
+from megatron_lossagg.verify.frameworks.drawn_step import Step, aliases
 from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
 _ENGINE = "areal.engine.megatron_engine"

@@ -1,7 +1,7 @@
 """Which modules a framework imports that are not here: all of them, not the first.
 
 An import that fails for a module that cannot be found is tried again with a placeholder in its
-place. This process runs nothing of the framework afterwards.
+place. What a driver's step never calls has placeholders from the start.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _DISTRIBUTIONS = {
 def missing_modules(imports: Iterable[str], *, own: str) -> list[str]:
     """Import modules; return the names of those that cannot be found, in the order met.
 
-    ``own``: the framework's package, whose modules are not looked for. What an import raises for
-    another reason ends the search in that module.
+    All of them, not the first: one that cannot be found is tried again with a placeholder in its
+    place, and this process runs nothing of the framework afterwards. ``own``: the framework's
+    package, whose modules are not looked for. What an import raises for another reason ends the
+    search in that module.
     """
     finder = Placeholders()
     sys.meta_path.append(finder)

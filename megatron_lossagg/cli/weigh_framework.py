@@ -1,0 +1,124 @@
+"""``lossagg weigh --framework``: what a framework's own step trains, without GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lossagg.cli.files import check_outputs, write_whole
+from megatron_lossagg.errors import LossAggregationError, say
+from megatron_lossagg.loop.flags import aggregation_from_args
+from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
+from megatron_lossagg.verify.drivers.runs import (
+    FAIL,
+    FRAMEWORKS,
+    TIMEOUT,
+    DriverJob,
+    Outcome,
+    check_installed,
+    run_job,
+)
+from megatron_lossagg.verify.job import Event
+from megatron_lossagg.verify.parallelism import Parallelism
+
+_OF_A_SCRIPT = {"at": 1, "steps": 1, "stop": False, "picture": None, "expect": None, "cpu": False}
+"""Options that a framework's step does not take, and their defaults."""
+_SEQUENCES = 12
+
+
+class _Chosen(argparse.Action):
+    """Takes the framework; then there is no script to require."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        for action in parser._actions:
+            action.required &= bool(action.option_strings)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``lossagg weigh --framework``."""
+    options = parser.add_argument_group(
+        "a framework", "in place of a script: its own step on a drawn batch, on the CPU"
+    )
+    drivers = sorted(name for name, one in FRAMEWORKS.items() if one.has_driver)
+    options.add_argument("--framework", action=_Chosen, choices=drivers)
+    options.add_argument(
+        "--setting",
+        default="",
+        metavar="NAME",
+        help="a setting of its own instead of its default, or all",
+    )
+    options.add_argument(
+        "--edges",
+        action="store_true",
+        help="draw fully masked samples too, and samples of several sequences",
+    )
+    options.add_argument("--dp", type=int, default=2, metavar="N", help="data-parallel ranks")
+    options.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel ranks")
+    options.add_argument(
+        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help=argparse.SUPPRESS
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what a framework trains, stock and under a mode if one is asked for.
+
+    Returns 1 if its step failed, and 2 if it could not run.
+    """
+    given = [name for name, value in _OF_A_SCRIPT.items() if getattr(args, name) != value]
+    if args.script is not None or given:
+        what = [f"--{name}" for name in given] or [f"the script {args.script}"]
+        raise LossAggregationError(
+            f"got --framework with {what[0]}, which is for a script: drop one of them"
+        )
+    aggregation = aggregation_from_args(args)
+    if aggregation is not None and aggregation.mode in (CUSTOM, OWN_WEIGHTS):
+        raise LossAggregationError(
+            f"got {aggregation.mode} with --framework, expected a mode with a formula: choose one"
+        )
+    if args.dp < 1 or args.cp < 1 or _SEQUENCES % args.dp:
+        raise LossAggregationError(
+            f"got --dp {args.dp} --cp {args.cp}, expected at least 1, and a --dp that divides the "
+            f"{_SEQUENCES} drawn sequences"
+        )
+    check_installed(args.framework)
+    check_outputs({"--json": args.json})
+    steps: list[Event] = []
+
+    def take(event: Event) -> None:
+        steps.append(event)
+        print(_text(event), flush=True)
+
+    layout = Parallelism(dp=args.dp, cp=args.cp, float32=True)
+    say(f"{args.framework}: its own step at DP {args.dp} x CP {args.cp}, on the CPU")
+    job = DriverJob(
+        framework=args.framework,
+        parallelism=layout,
+        setting=args.setting,
+        aggregations=[aggregation] if aggregation is not None else [],
+        edges=args.edges,
+    )
+    last: list[Outcome] = []
+    run_job(job, timeout=args.timeout, take=take, report=last.append)
+    if args.json is not None:
+        made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
+        write_whole("--json", args.json, json.dumps(made, indent=1) + "\n")
+    for outcome in last:
+        say(f"{args.framework}: {outcome.state} {outcome.check}: {outcome.explanation}")
+    return max((1 if outcome.state == FAIL else 2 for outcome in last), default=0)
+
+
+def _text(event: Mapping[str, Any]) -> str:
+    """Return the reports of a step's terms."""
+    begins = f"under {event['trained']} of ours"
+    if not event["is_ours"]:
+        begins = f"setting {event['trained']}, whose name promises {event['wanted']}"
+    lines = [f"--- {begins} ---"]
+    for name, term in event["terms"].items():
+        if term["weighed"]["tokens"]:  # and not a metric
+            lines += [f"term {name}", term["report"], ""]
+    return "\n".join(lines)

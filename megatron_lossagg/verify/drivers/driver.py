@@ -1,0 +1,177 @@
+"""What a driver is: a framework's own step on the drawn batch, weighed, and its reference.
+
+The model is a small GPT in Megatron-Core's DistributedDataParallel, on gloo. Each sequence's losses
+by the reference are computed from the unsplit model in float64, its weight by loops over tokens
+(``reference_loss.py``). What a framework trains is read at its losses: nothing of it is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.drivers.drawn import Drawn, kl_losses, ppo_losses
+from megatron_lossagg.verify.parallelism import Parallelism
+
+KL, ENTROPY, CLIP, DUAL_CLIP = 0.31, 0.053, 0.2, 3.0
+DIVISOR = 40.0
+"""L of ``constant``."""
+
+Weights = list[tuple[int, float]]
+"""Active tokens of each sequence that has some, and a token's weight; sorted."""
+
+
+class Driver(ABC):
+    """A framework's own step; one in a process.
+
+    Making one imports the framework, before there are process groups; what it raises is said as a
+    missing module, or as the framework's own failure.
+    """
+
+    function: ClassVar[str]
+    """The framework's function that is run, by its dotted path."""
+    settings: ClassVar[Mapping[str, Aggregation]]
+    """Its own settings, the default first, and what the name of each promises."""
+    terms: ClassVar[Mapping[str, tuple[str, float]]] = {
+        "pg_loss": ("pg", 1.0),
+        "kl_loss": ("kl", KL),
+        "entropy_loss": ("entropy", -ENTROPY),
+    }
+    """Of each term that is weighed: what it is in :func:`losses_of`, and its coefficient."""
+    follow: ClassVar[frozenset[str]] = frozenset(("pg", "kl", "penalty", "entropy", "nll"))
+    """The terms that a mode of ours weighs."""
+    sample: ClassVar[str] = "number"
+    """What a sample is: each sequence (``number``), or all of a rollout (``sample``)."""
+    lacks: ClassVar[frozenset[str]] = frozenset()
+    """Modes that its integration refuses."""
+    tolerance: ClassVar[float] = 1e-5
+    """Relative, of weights and losses; frameworks count in float32."""
+    float32: ClassVar[bool] = True
+    per_token: ClassVar[bool] = False
+    """Whether the framework trains in the per-token loss scaling."""
+
+    def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
+        self.parallelism, self.drawn = parallelism, drawn
+
+    def start(self) -> None:
+        """Build the model; Megatron's groups are there."""
+        self.chunk = self.wrapped(per_token=self.per_token)
+
+    def wrapped(self, *, per_token: bool) -> Any:
+        """Return a small GPT in DistributedDataParallel."""
+        from megatron_lossagg.verify import small_gpt
+
+        config = small_gpt.config_of(self.parallelism, per_token=per_token)
+        return small_gpt.wrapped_chunks(self.parallelism, config)[0]
+
+    @abstractmethod
+    def listen(self, report: Any) -> None:
+        """Install weighing for every step; ``report`` gets each term, on rank 0."""
+
+    def prepare(self, trained: str | Aggregation) -> Any:
+        """Do what the framework does in a process of its own, before there are process groups.
+
+        ``trained``: a setting of its own, by name, or a mode of ours.
+        """
+        return None
+
+    @abstractmethod
+    def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
+        """Run a step; return what the framework logs, by names of ``terms``.
+
+        ``loss`` is all of them.
+        """
+
+    def logged(self, name: str) -> Mapping[str, float]:
+        """Return the terms of what is logged under a name, and their coefficients there."""
+        if name in self.terms:
+            return {self.terms[name][0]: 1.0}
+        return dict(self.terms.values())
+
+    @classmethod
+    def trains(cls, aggregation: Aggregation) -> bool:
+        """Whether its integration has a mode."""
+        return aggregation.mode not in cls.lacks
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Losses and weights of the drawn batch, in float64."""
+
+    drawn: Sequence[Drawn]
+    sample: str
+    losses: Mapping[str, Sequence[Sequence[Tensor]]]
+    """Of each term: of each sequence its response's losses."""
+
+    def weights(self, aggregation: Aggregation) -> Weights:
+        """Return the weight of a token of each sequence that is not fully masked."""
+        leaves = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in self.drawn]
+        losses = [[leaf] * len(one.mask) for leaf, one in zip(leaves, self.drawn, strict=True)]
+        self._loss(aggregation, losses).backward()  # type: ignore[no-untyped-call]
+        pairs = [
+            (n, leaf.grad.item() / n)
+            for leaf, one in zip(leaves, self.drawn, strict=True)
+            if (n := sum(one.mask)) and leaf.grad is not None
+        ]
+        return sorted(pairs)
+
+    def loss(self, aggregation: Aggregation, terms: Mapping[str, float]) -> float:
+        """Return the step's loss: of each term times its coefficient."""
+        return math.fsum(
+            c * self._loss(aggregation, self.losses[term]).item() for term, c in terms.items()
+        )
+
+    def _loss(self, aggregation: Aggregation, losses: Sequence[Sequence[Tensor]]) -> Tensor:
+        sequences = [
+            {
+                "x": list(x),
+                "counted": one.mask,
+                "trained": one.mask,
+                "sample": number if self.sample == "number" else one.sample,
+                "prompt": one.prompt,
+            }
+            for number, (one, x) in enumerate(zip(self.drawn, losses, strict=True))
+        ]
+        options = reference_options(aggregation, [])
+        return reference_loss.step_loss(aggregation.mode, sequences, **options)
+
+
+def reference_of(driver: Driver) -> Reference:
+    """Compute the reference, on each rank by itself."""
+    from megatron_lossagg.verify.small_gpt import reference_model
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            found = [*_losses(reference_model(driver.parallelism.shape), driver.drawn)]
+    finally:
+        torch.set_default_dtype(default)
+    losses = {term: [list(one[term].unbind()) for one in found] for term in found[0]}
+    return Reference(driver.drawn, driver.sample, losses)
+
+
+def _losses(model: Any, drawn: Sequence[Drawn]) -> Iterator[dict[str, Tensor]]:
+    """Compute the losses of each sequence's response, by term."""
+    for one in drawn:
+        n = len(one.mask)
+        logits = model(one.tokens[None], torch.arange(len(one.tokens))[None], None)[0, -n - 1 : -1]
+        log_p = torch.log_softmax(logits.double(), -1)
+        x = log_p.gather(1, one.tokens[-n:, None])[:, 0]
+        policy = ppo_losses(x, one.old_log_probs, one.advantages, clip=CLIP, dual_clip=DUAL_CLIP)
+        yield {
+            "nll": -x,
+            "pg": policy,
+            "kl": kl_losses(x, one.ref_log_probs),
+            "penalty": KL * kl_losses(x, one.ref_log_probs),
+            "entropy": -(log_p.exp() * log_p).sum(-1),
+        }
