@@ -38,6 +38,10 @@ ALLOWED = {
     ("integrations/_skyrl_reduction.py", "advantages.cpu()"): "before the step",
     ("integrations/_skyrl_reduction.py", "loss_mask.cpu()"): "before the step",
     ("integrations/skyrl.py", "sequence[mask > 0]"): "before the step: counts",
+    (
+        "integrations/skyrl.py",
+        "reduction.ids(data, prompt_boundaries).to(data['advantages'].device)",
+    ): "before the step: ids",
     ("integrations/_advantage_groups.py", "advantage[mask.bool()]"): "before the step",
     ("integrations/weigh_rl.py", "torch.as_tensor(cu_seqlens).cpu()"): "a weighed step only",
     # pinned memory that stays pinned

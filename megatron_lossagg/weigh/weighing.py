@@ -372,7 +372,9 @@ class Weighing:
             ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
             if mask is None and told.keep is not None and len(told.keep) == held:
                 mask = told.keep
-            values = told.token_weights if values is None else values
+            # Not of losses that are gathered over the context-parallel ranks.
+            if values is None and told.token_weights is not None:
+                values = told.token_weights if len(told.token_weights) == held else None
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
         weight_T = np.zeros(num_tokens)
         for _, gradient in call.gradients:

@@ -1206,7 +1206,7 @@ def terms(name, reduce, **expected):
     def run():
         found = toy.sequences()
         chunk = toy.chunk_of(toy.total(found))
-        listening, reports = _weigh_terms.TermsWeighing(1, 1, report=lambda *report: None), []
+        listening, reports = _weigh_terms.TermsWeighing(1, report=lambda *report: None), []
 
         def forward_step(iterator, model):
             mine = toy.own(found, next(iterator))
