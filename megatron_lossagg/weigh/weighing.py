@@ -412,7 +412,8 @@ class Weighing:
 def _id_of(ids: Mapping[str, Sequence[Any]], kind: str, sequence: int) -> Any:
     """Return what is known of a sequence; None if it is not."""
     of_kind = ids.get(kind, ())
-    return of_kind[sequence] if sequence < len(of_kind) else None
+    found = of_kind[sequence] if sequence < len(of_kind) else None
+    return found.item() if isinstance(found, np.generic) else found
 
 
 class _Sums:

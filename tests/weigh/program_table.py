@@ -5,6 +5,7 @@ weight by hand. The gradient is compared with the weights by hand, and what was 
 ``@row`` says what the report has to say.
 """
 
+import json
 import sys
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import toy
 from megatron.core import parallel_state
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.weigh.report import as_json
 
 ROWS = {}
 
@@ -76,6 +78,7 @@ def run(one):
     said = " ".join(str(step).split())
     assert (step.trains, bool(step.unknown)) == (one.trains, not one.is_known), said
     assert one.says in said, said
+    assert json.loads(json.dumps(as_json(step, number=1)))["trains"] == step.trains
     assert step.is_measured == one.is_measured, said
     assert not one.is_known or ("could not be measured" in said) != one.is_measured
     if one.factor is not None:
