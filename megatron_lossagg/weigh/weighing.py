@@ -298,6 +298,9 @@ class Weighing:
             if counts
         }
         microbatches = of_term.get(term, [])
+        # Of a microbatch that nothing was heard of, nobody knows how many empty samples it has.
+        is_heard = sum(map(bool, microbatches)) >= (m or 0)
+        unknown: dict[str, Any] = {} if is_heard else dict.fromkeys(("sample", "prompt", "group"))
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
@@ -305,7 +308,7 @@ class Weighing:
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
             parts=[
-                part
+                replace(part, **unknown)
                 for number, calls in enumerate(microbatches)
                 for part in self._parts(number, calls, is_told=len(self._told) == len(microbatches))
             ],

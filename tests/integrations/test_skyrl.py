@@ -291,7 +291,10 @@ def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
         checkout_of("SkyRL"),
         INSTALLED,
     ]
-    options = ["-q", "-p", "stand_ins_first", "-p", "no:cacheprovider", "-k", "own_loop or lost"]
+    options = [
+        *("-q", "-p", "stand_ins_first", "-p", "no:cacheprovider", "-p", "no:hydra_pytest"),
+        *("-k", "own_loop or lost"),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "integrations/skyrl_checks.py"],
         cwd=TESTS,

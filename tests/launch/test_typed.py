@@ -52,7 +52,8 @@ def environment(tmp_path):
     torchrun = folder / "bin" / "torchrun"  # as pip would have put it there with torch
     torchrun.write_text(f"#!{folder}/bin/python\n{TORCHRUN}")
     torchrun.chmod(0o755)
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTHON"))}
+    others = ("GIT_", "PYTHON", "MAKE", "MFLAGS")  # a make within make says where it is
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return inherited | {
         "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
         "VIRTUAL_ENV": str(folder),
