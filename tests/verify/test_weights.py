@@ -70,3 +70,12 @@ def test_a_sequence_that_is_missing_and_one_too_many_are_seen(slope):
     assert weights_error(rest, facts(), slope) == pytest.approx(1.0)
     extra = replace(first, microbatch=99)
     assert weights_error([first, *rest, extra], facts(), slope) > 1
+
+
+def test_an_error_is_relative_to_weights_that_cancel(slope):
+    slope[0], slope[1] = 1.0, 1e-6 - 1 - slope[2 : LENGTHS[0]].sum()  # its sum is 1e-6
+    first, *rest = sorted(weighed(slope), key=lambda one: one.weight_sum)
+    rounded = replace(first, weight_sum=first.weight_sum + 6e-8)
+    assert weights_error([rounded, *rest], facts(), slope) < 6e-8
+    off = replace(first, weight_sum=first.weight_sum + 1)
+    assert weights_error([off, *rest], facts(), slope) > 0.05
