@@ -135,7 +135,7 @@ def _check_place(args: argparse.Namespace) -> None:
 
 
 def _is_of_script(option: str, script: Path) -> bool:
-    """Whether a script, a file beside it or Megatron-LM's training names an option."""
+    """Whether a script, a file beside it or ``megatron/training`` mentions an option."""
     folders = (script.parent, script.parent / "megatron" / "training")
     files = (file for folder in folders for file in folder.glob("*.py"))
     texts = (file.read_text(errors="replace") for file in files)

@@ -913,6 +913,23 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
         return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
 
 
+@row("a microbatch that nothing is heard of: ids do not say B", says="row_mean (sample)")
+def unheard():
+    found = toy.sequences()
+    chunk = toy.chunk_of(toy.total(found))
+    weighing = Weighing([chunk], num_microbatches=toy.M + 1)
+    with weighing:
+        for m in range(toy.M):
+            mine = toy.own(found, m)
+            ids, losses = [sample(s) for s in mine], chunk(toy.tokens_of(mine))
+            losses = weighing.losses(losses, lengths=toy.lengths_of(mine), microbatch=m, sample=ids)
+            w = torch.tensor([1 / ((len(found) + 2) * s.n) for s in mine for _ in s.tokens])
+            ((losses * w).sum() * toy.world()).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    by_hand = toy.by_hand(found, lambda s: 1 / ((len(found) + 2) * s.n))
+    return weighing, toy.gradient_of(chunk), by_hand
+
+
 weighed_as(
     "prompt_mean",
     by_prompt,
