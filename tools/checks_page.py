@@ -19,9 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_lossagg.contract import outputs, sequence_tracker  # noqa: E402
+from megatron_lossagg.contract import outputs  # noqa: E402
 from megatron_lossagg.contract.megatron_options import OPTIONS  # noqa: E402
-from megatron_lossagg.guards import GUARDS, evaluation, framework_loss, refilled  # noqa: E402
+from megatron_lossagg.guards import GUARDS, framework_loss, refilled  # noqa: E402
 from megatron_lossagg.guards.before import BEFORE_A_STEP  # noqa: E402
 from megatron_lossagg.guards.guard import Guard  # noqa: E402
 from megatron_lossagg.reduction import checks  # noqa: E402

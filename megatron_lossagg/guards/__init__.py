@@ -10,14 +10,11 @@ and each step start, ``refilled`` while data is read, ``framework_loss`` in the 
 
 from __future__ import annotations
 
-from megatron_lossagg.guards.finalized import Finalized
+from megatron_lossagg.guards.each_step import Finalized, GradientBuffers, Split, Terms
 from megatron_lossagg.guards.gradient_audit import GradientAudit
-from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
-from megatron_lossagg.guards.split import Split
-from megatron_lossagg.guards.terms import Terms
 
 __all__ = ["GUARDS", "guards_of"]
 

@@ -196,7 +196,7 @@ def _rollout_stops(name):
 
     def stops(module):
         def create_placement_groups(args):
-            from megatron_lossagg.integrations._rollout_mask_sums import checked_aggregation
+            from megatron_lossagg.integrations._rollouts import checked_aggregation
 
             load = sys.modules[f"{name}.utils.misc"].load_function
             init = load(args.custom_megatron_init_path)
