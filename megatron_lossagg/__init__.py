@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator as LossAggregator
     from megatron_lossagg.loop.buffer import StepBuffer as StepBuffer
     from megatron_lossagg.loop.flags import add_loss_aggregation_args as add_loss_aggregation_args
-    from megatron_lossagg.loop.framework import FrameworkLoss as FrameworkLoss
-    from megatron_lossagg.loop.framework import Integration as Integration
+    from megatron_lossagg.loop.schedule_hook import FrameworkLoss as FrameworkLoss
+    from megatron_lossagg.loop.schedule_hook import Integration as Integration
     from megatron_lossagg.reduction.aggregation import Aggregation as Aggregation
-    from megatron_lossagg.reduction.custom import ReducerContext as ReducerContext
+    from megatron_lossagg.reduction.aggregation import Options as Options
+    from megatron_lossagg.reduction.aggregation import ReducerContext as ReducerContext
     from megatron_lossagg.reduction.layout import Layout as Layout
-    from megatron_lossagg.reduction.options import Options as Options
     from megatron_lossagg.reduction.plan import StepPlan as StepPlan
     from megatron_lossagg.reduction.plan import plan_step as plan_step
     from megatron_lossagg.reduction.sequences import Sequences as Sequences
@@ -33,13 +33,13 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Aggregation": "reduction.aggregation",
-    "FrameworkLoss": "loop.framework",
-    "Integration": "loop.framework",
+    "FrameworkLoss": "loop.schedule_hook",
+    "Integration": "loop.schedule_hook",
     "Layout": "reduction.layout",
     "LossAggregationError": "errors",
     "LossAggregator": "loop.aggregator",
-    "Options": "reduction.options",
-    "ReducerContext": "reduction.custom",
+    "Options": "reduction.aggregation",
+    "ReducerContext": "reduction.aggregation",
     "Sequences": "reduction.sequences",
     "StepBuffer": "loop.buffer",
     "StepCounts": "reduction.table",

@@ -58,7 +58,7 @@ def message_of(error: BaseException) -> str:
 
 def meant(name: str, names: Iterable[str]) -> str:
     """Ask for the near one of some names; empty if none is. Not for losses, whose near names differ
-    in formula: ``reduction/aliases.py`` has theirs.
+    in formula: ``reduction/modes.py`` has theirs.
     """
     near = get_close_matches(name, [*names], n=1)
     return f", did you mean {near[0]!r}?" if near else ""

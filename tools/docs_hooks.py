@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
 from site_checks import faults_of  # noqa: E402, I001  next to this file
-from megatron_lossagg.reduction.aliases import ALIASES  # noqa: E402  imports no torch
+from megatron_lossagg.reduction.modes import ALIASES  # noqa: E402  imports no torch
 
 _LOG = logging.getLogger("mkdocs.hooks.docs")
 _LINK = re.compile(r"\]\(([^)#\s]+)")

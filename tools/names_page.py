@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_lossagg.reduction.aliases import ALIASES  # noqa: E402
+from megatron_lossagg.reduction.modes import ALIASES  # noqa: E402
 
 SOURCES = {
     "agent-lightning": ("microsoft/agent-lightning", "c632d8dd"),

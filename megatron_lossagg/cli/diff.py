@@ -15,8 +15,13 @@ import argparse
 from pathlib import Path
 
 from megatron_lossagg.cli.files import printable
-from megatron_lossagg.record.compare import RecordDiff, compare_records
-from megatron_lossagg.record.step_record import RecordError, StepRecord, read_record
+from megatron_lossagg.record.step_record import (
+    RecordDiff,
+    RecordError,
+    StepRecord,
+    compare_records,
+    read_record,
+)
 from megatron_lossagg.verify.text import number_of
 
 _SAME = "the same loss function on the same batches"

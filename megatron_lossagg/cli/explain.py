@@ -33,17 +33,18 @@ from rich.text import Text
 
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
+    EXPONENT,
     Comparison,
     Explanation,
+    Split,
     explain,
     read_lengths,
+    with_own_flags,
 )
 from megatron_lossagg.cli.files import check_outputs, write_whole
-from megatron_lossagg.cli.plans import EXPONENT, Split, with_own_flags
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import say
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import ALIASES, MODES
 from megatron_lossagg.verify.text import number_of
 
 _NARROWEST, _WIDEST = 72, 100

@@ -1,7 +1,11 @@
-"""What a command writes: whole or not at all, and never over what it reads."""
+"""What a command writes: whole or not at all, and never over what it reads; and what it needs.
+
+An extra of this package installs the packages that only some commands need.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import shutil
@@ -10,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from megatron_lossagg.errors import LossAggregationError
 
@@ -112,3 +117,20 @@ def _is_same(one: Path, other: Path) -> bool:
     with suppress(OSError):
         return one.samefile(other)
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+class MissingPackageError(LossAggregationError, ImportError):
+    """A package that is not installed; the message names the extra that installs it."""
+
+
+def needed(name: str, *, by: str, extra: str) -> Any:
+    """Import a module of an optional package; the error names who needs it and its extra."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or name).partition(".")[0]
+        raise MissingPackageError(
+            f"{by} needs {missing}, which is not installed: "
+            f"pip install 'megatron-lossagg[{extra}]'",
+            name=missing,
+        ) from None

@@ -19,11 +19,10 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_lossagg.cli.explanation import EXPONENT
 from megatron_lossagg.cli.files import OutputError, check_outputs, printable, write_whole
-from megatron_lossagg.cli.picture import drawn, page
-from megatron_lossagg.cli.plans import EXPONENT
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import shares_of
+from megatron_lossagg.cli.shares import drawn, page, shares_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

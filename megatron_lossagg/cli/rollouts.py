@@ -18,8 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from megatron_lossagg.cli.extras import MissingPackageError, needed
-from megatron_lossagg.cli.files import is_file, printable
+from megatron_lossagg.cli.files import MissingPackageError, is_file, needed, printable
 from megatron_lossagg.errors import LossAggregationError, meant
 from megatron_lossagg.verify.text import number_of
 

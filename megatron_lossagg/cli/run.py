@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_lossagg.errors import AggregationError, LossAggregationError, say
 from megatron_lossagg.integrations._script import run_hooked, run_stock
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,13 +34,12 @@ from typing import Any, NamedTuple
 import megatron_lossagg
 from megatron_lossagg.cli import verify_loss
 from megatron_lossagg.cli.files import check_outputs, write_whole
-from megatron_lossagg.cli.verify_markdown import markdown
-from megatron_lossagg.cli.verify_report import Report, finite, show
+from megatron_lossagg.cli.verify_report import Report, finite, markdown, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError, say
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.modes import CUSTOM
-from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.drivers.runs import (
     FAIL,

@@ -20,12 +20,10 @@ from typing import Any
 
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli import weigh_framework
-from megatron_lossagg.cli.extras import needed
-from megatron_lossagg.cli.files import check_outputs, write_whole
+from megatron_lossagg.cli.files import check_outputs, needed, write_whole
 from megatron_lossagg.cli.weighed_picture import drawn
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
-from megatron_lossagg.reduction.aliases import unknown_name
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import MODES, unknown_name
 from megatron_lossagg.weigh.compare import COMPARED, NEEDS, Weighed
 
 _OWN = ("--at", "--picture", "--expect", "--trust")

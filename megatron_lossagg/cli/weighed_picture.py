@@ -6,7 +6,7 @@ import textwrap
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from megatron_lossagg.cli.extras import needed
+from megatron_lossagg.cli.files import needed
 from megatron_lossagg.errors import LossAggregationError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.contract.release import megatron_release, megatron_version
+from megatron_lossagg.contract.megatron_options import megatron_release, megatron_version
 
 _INDEX = "megatron_fsdp_dist_index"
 """What a chunk in Megatron-FSDP has."""

@@ -3,17 +3,31 @@
 :func:`check_options` rejects what a live object sets. ``docs/reference/options.md`` has
 these options, others that need no refusal, and the release that brought each. A test compares the
 two. What only a step can refuse is in ``guards/before.py``, a layout that is not the model's in
-``guards/split.py``, what a framework cannot do in the framework's file of ``integrations/``.
-No torch, no Megatron.
+``guards/each_step.py``, what a framework cannot do in the framework's file of ``integrations/``.
+No torch; Megatron's version is read when :func:`megatron_version` is called.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_lossagg.errors import ContractError
+
+
+def megatron_version() -> str:
+    """Return the version of the Megatron-Core that is imported."""
+    import megatron.core
+
+    return str(megatron.core.__version__)
+
+
+def megatron_release() -> tuple[int, ...]:
+    """Return its major and minor version."""
+    return tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:2])
+
 
 Holder = Literal["model config", "script arguments", "Bridge's dist config"]
 """Which object holds an option: the chunks' ``TransformerConfig`` (with ``ModelParallelConfig``),

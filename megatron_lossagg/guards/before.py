@@ -20,8 +20,7 @@ from megatron_lossagg.contract.finalize import (
     is_same_function,
     without_listeners,
 )
-from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.live import may_hold_back
+from megatron_lossagg.contract.model import LiveGroups, may_hold_back
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, LossScaling
 from megatron_lossagg.contract.side_losses import side_losses_of
 from megatron_lossagg.errors import ContractError

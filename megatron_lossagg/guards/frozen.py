@@ -1,4 +1,4 @@
-"""What building and wrapping a model froze of the loss scaling, and whether it still holds.
+"""What must be the same for a whole run: on all ranks, and since the model was built.
 
 The loss scaling is frozen in two places when a model is built and wrapped (DDP's
 ``gradient_scaling_factor``, every MoE router) and read live in two (schedule, finalize): all must
@@ -7,7 +7,8 @@ agree. Symbols: ``TransformerConfig``; each engine's in ``contract/engine.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,30 @@ import torch.distributed as dist
 from megatron_lossagg.contract.engine import Engine, engine_of
 from megatron_lossagg.contract.scaling import LossScaling, ddp_factor
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction.exchange import Exchange, Told
+
+_DOING = (
+    "begin the loss aggregation; a rank without the flags of --loss-aggregation never does: start "
+    "all ranks with the same ones"
+)
+
+
+@contextmanager
+def agreed() -> Iterator[Told]:
+    """Leave a block with the same Megatron-Core, options and aggregation on all ranks, or raise.
+
+    ``own``: in words, what must be the same on all ranks.
+    """
+    with Exchange(dist.group.WORLD, _DOING).together("rank {}", ContractError) as ranks:
+        yield ranks
+    first = ranks.of_ranks[0]
+    for rank, own in enumerate(ranks.of_ranks):
+        if own != first:
+            raise ContractError(
+                f"ranks disagree: rank 0 has {first}, rank {rank} has {own}: start "
+                "all ranks with the same flags and versions"
+            )
+
 
 _FLIPPED = (
     "the loss scaling is frozen when the model is built and wrapped; set "
@@ -34,9 +59,9 @@ class _FrozenChunk:
 
 
 class Frozen:
-    """What construction froze, found once, so that a step compares no more than that.
+    """What building and wrapping a model froze of the loss scaling, and whether it still holds.
 
-    :meth:`of` walks every module of the chunks; :meth:`check` only what it found. A module
+    :meth:`of` walks every module of the chunks, once; :meth:`check` only what it found. A module
     that is added or replaced afterwards is not seen. Neither communicates.
     """
 

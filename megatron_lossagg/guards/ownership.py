@@ -27,13 +27,13 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.reduction.checks.token_weights import weight_slack
+from megatron_lossagg.reduction.checks import weight_slack
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import Ints
+from megatron_lossagg.reduction.layout import PADDING, SegmentSums, held_sums
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.segments import PADDING, SegmentSums, held_sums
 from megatron_lossagg.reduction.sequences import Floats, hashed
 from megatron_lossagg.reduction.step_state import Line
 from megatron_lossagg.reduction.weighted import SAME_SUMS, sums_of

@@ -1,6 +1,6 @@
 """Entry points for frameworks, one file each; a file that begins with ``_`` serves several.
 
-One that calls Megatron's schedule is an ``Integration`` of ``loop/framework.py``, as
+One that calls Megatron's schedule is an ``Integration`` of ``loop/schedule_hook.py``, as
 ``docs/integrations/integration.md`` shows. CONTRIBUTING.md lists what one more
 costs. What it cannot do is refused in its file.
 """

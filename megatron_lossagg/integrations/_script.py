@@ -12,8 +12,7 @@ import traceback
 from pathlib import Path
 
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 
 
 def run_hooked(
@@ -27,7 +26,7 @@ def run_hooked(
     """
     # Here, for a script that runs stock needs none of them.
     from megatron_lossagg.integrations import megatron_lm, megatron_rl
-    from megatron_lossagg.integrations._rebind import HOOK, report_if_unused
+    from megatron_lossagg.integrations._shared import HOOK, report_if_unused
 
     if HOOK.encode() in script.read_bytes():  # of any encoding
         raise ContractError(

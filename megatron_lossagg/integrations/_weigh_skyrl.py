@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._refusals import imported
+from megatron_lossagg.integrations._shared import imported
 from megatron_lossagg.weigh import told
 
 SCALE = "loss_aggregation_scale"

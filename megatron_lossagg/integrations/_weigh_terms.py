@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.integrations._refusals import replaced
+from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.listen import is_in_backward

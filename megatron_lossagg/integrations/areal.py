@@ -26,16 +26,15 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.integrations._announce import announce
-from megatron_lossagg.integrations._refusals import imported, not_a_mask, replaced
+from megatron_lossagg.integrations._shared import announce, imported, not_a_mask, replaced
 from megatron_lossagg.integrations._weigh_switch import (
     WEIGH,
     is_asked,
     variables,
     weigh_if_asked,
 )
-from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
+from megatron_lossagg.loop.step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.modes import CUSTOM

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lossagg.contract.megatron_options import check_options
-from megatron_lossagg.integrations._megatron_lm_data import MaskedSumIntegration
-from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations._shared import rebind
+from megatron_lossagg.integrations.megatron_lm import MaskedSumIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 
 
 class BridgeIntegration(MaskedSumIntegration):

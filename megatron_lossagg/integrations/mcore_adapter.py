@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._rebind import rebind
-from megatron_lossagg.integrations._refusals import field_of, imported
-from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
-from megatron_lossagg.loop.framework import FrameworkLoss, Integration
-from megatron_lossagg.loop.schedule_hook import Schedule, ScheduleHook
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.integrations._shared import (
+    count_segments,
+    field_of,
+    imported,
+    rebind,
+    to_numpy,
+)
+from megatron_lossagg.loop.schedule_hook import FrameworkLoss, Integration, Schedule, ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.sequences import Sequences
 
 _MODULE = "mcore_adapter.trainer.trainer"

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._megatron_lm_data import MaskedSumIntegration
-from megatron_lossagg.integrations._refusals import imported
-from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
+from megatron_lossagg.integrations._shared import count_segments, imported, to_numpy
+from megatron_lossagg.integrations.megatron_lm import MaskedSumIntegration
 from megatron_lossagg.loop.aggregator import LossAggregator
-from megatron_lossagg.loop.framework import FrameworkLoss
+from megatron_lossagg.loop.schedule_hook import FrameworkLoss
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.faults import warn_once

@@ -26,28 +26,25 @@ from typing import Any
 import numpy as np
 
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.integrations._denominators import keep_below_one
-from megatron_lossagg.integrations._framework_options import requested
-from megatron_lossagg.integrations._pg_loss_reducer import (
-    MakeReducer,
-    constant_reducer,
-    refuse_bshd,
-)
-from megatron_lossagg.integrations._refusals import not_a_mask
-from megatron_lossagg.integrations._rollout_mask_sums import (
+from megatron_lossagg.integrations._rollouts import (
     REDUCER,
     FrameworkStep,
     Hooks,
+    MakeReducer,
     carried_aggregation,
     checked_aggregation,
+    constant_reducer,
     is_ours,
+    keep_below_one,
     log_carried,
     log_set_up,
+    refuse_bshd,
+    requested,
     rollout_mask_sums,
 )
-from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.integrations._shared import not_a_mask
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.options import Options
 
 HOOKS = Hooks(
     name="miles",
@@ -77,7 +74,7 @@ def check(args: Any) -> None:
     Logs on rank 0 what it saw: nothing is carried yet. The weights are carried in miles' rollout
     manager, so this process can only look at the argument that has :func:`carry_weights` called
     there, and warns if it is a function of your own. With weights that are carried, miles' loss
-    does not raise a denominator below 1 from here on (``_denominators.py``). No collective.
+    does not raise a denominator below 1 from here on (``_rollouts.py``). No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)) and getattr(args, "context_parallel_size", 1) > 1:

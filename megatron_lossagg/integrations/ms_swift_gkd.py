@@ -17,12 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._ms_swift_trainer import installed
-from megatron_lossagg.integrations.ms_swift import IGNORED, SwiftIntegration
-from megatron_lossagg.loop.framework import FrameworkLoss
-from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.integrations.ms_swift import IGNORED, SwiftIntegration, installed
+from megatron_lossagg.loop.schedule_hook import FrameworkLoss, ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 
 
 class GKDIntegration(SwiftIntegration):

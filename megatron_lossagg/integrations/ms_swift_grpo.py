@@ -28,20 +28,17 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._ms_swift_trainer import (
+from megatron_lossagg.integrations._shared import field_of, to_numpy
+from megatron_lossagg.integrations.ms_swift import (
     TrainerIntegration,
     installed,
     trainer_class,
 )
-from megatron_lossagg.integrations._refusals import field_of
-from megatron_lossagg.integrations._segment_counts import to_numpy
 from megatron_lossagg.loop.aggregator import LossAggregator
-from megatron_lossagg.loop.framework import FrameworkLoss
-from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.loop.schedule_hook import FrameworkLoss, ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.sequences import Sequences
 
 _MODULE = "swift.megatron.trainers.grpo_trainer"

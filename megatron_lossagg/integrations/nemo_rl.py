@@ -39,10 +39,9 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integrations._announce import announce
-from megatron_lossagg.integrations._refusals import not_a_mask
+from megatron_lossagg.integrations._shared import announce, not_a_mask
 from megatron_lossagg.integrations._weigh_switch import PassedLoss
-from megatron_lossagg.loop.first_step import say_counted, say_empty
+from megatron_lossagg.loop.step import say_counted, say_empty
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import plan_step

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._rebind import rebind, report_if_unused
-from megatron_lossagg.integrations._refusals import imported, replaced
+from megatron_lossagg.integrations._shared import imported, rebind, replaced, report_if_unused
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 
 _BACKEND = "primus.backends.megatron"
 _LOOP = "megatron.training.training"

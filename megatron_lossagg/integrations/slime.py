@@ -32,22 +32,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.integrations._denominators import Denominators
-from megatron_lossagg.integrations._framework_options import requested
-from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
-from megatron_lossagg.integrations._refusals import not_a_mask
-from megatron_lossagg.integrations._rollout_mask_sums import (
+from megatron_lossagg.integrations._rollouts import (
+    Denominators,
     FrameworkStep,
     Hooks,
+    MakeReducer,
     carried_aggregation,
     checked_aggregation,
+    constant_reducer,
     log_carried,
     log_set_up,
+    requested,
     rollout_mask_sums,
 )
+from megatron_lossagg.integrations._shared import not_a_mask
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.options import Options
 
 HOOKS = Hooks(
     name="slime",

@@ -39,8 +39,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import _weigh_skyrl, areal
-from megatron_lossagg.integrations._verl_batch import names_of
 from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term
+from megatron_lossagg.integrations.verl import names_of
 from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.weighing import Weighing

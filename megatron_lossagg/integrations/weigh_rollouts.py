@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._framework_options import requested
+from megatron_lossagg.integrations._rollouts import requested
 from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term
 from megatron_lossagg.integrations.weigh_script import rebind_schedule
 from megatron_lossagg.reduction.devices import moved

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.contract.engine import engine_of, unwrapped
-from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._rebind import HOOK
-from megatron_lossagg.integrations._refusals import imported, replaced
+from megatron_lossagg.integrations._shared import HOOK, imported, replaced
 from megatron_lossagg.weigh.compare import Weighed
 from megatron_lossagg.weigh.weighing import Weighing, are_losses
 

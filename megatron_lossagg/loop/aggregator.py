@@ -3,46 +3,266 @@
 How Megatron scales a loss, and why K compensates it, is in ``contract/scaling.py``. In the
 per-token loss scaling num_tokens is what the step counted, so that its sum is the plan's N for any
 loss mask. Side losses (MoE, MTP) keep their 1/N.
+
+What a run reads of its live model, it reads once and on all ranks together. A step begins on every
+rank of a model, or on none: the counts that a loop passes are those of the tensor-parallel group's
+first rank; pipeline stages and context-parallel ranks begin together.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.scaling import LossScaling
-from megatron_lossagg.contract.side_losses import note_on_side_losses
-from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.agreement import agreed
-from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
+from megatron_lossagg.contract.finalize import own_finalize
+from megatron_lossagg.contract.megatron_options import megatron_version
+from megatron_lossagg.contract.model import LiveGroups, checked_loss_scaling
+from megatron_lossagg.contract.scaling import K_FORMULA, LossScaling
+from megatron_lossagg.contract.side_losses import check_follow, note_on_side_losses
+from megatron_lossagg.errors import ContractError, PlanError
+from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts
+from megatron_lossagg.guards.each_step import check_parts
+from megatron_lossagg.guards.frozen import Frozen, agreed
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.guards.outcome import WeighedSteps
-from megatron_lossagg.loop.begin import begun_together, plan_of_rank
+from megatron_lossagg.guards.refilled import begin_run
 from megatron_lossagg.loop.deferred import Deferred
-from megatron_lossagg.loop.first_step import say_counted
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.loop.read_run import aggregation_of, agree_further, described, read_run
-from megatron_lossagg.loop.step import Step
-from megatron_lossagg.record.writer import StepRecorder
-from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.loop.step import Step, say_counted
+from megatron_lossagg.record.writer import RecordFile, StepRecorder, opened_record
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
+from megatron_lossagg.reduction.exchange import TP_RANK, to_begin, together
 from megatron_lossagg.reduction.integers import IntsLike, is_integer
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import Count
-from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.plan import StepPlan, plan_step
+from megatron_lossagg.reduction.sequences import Sequences, check_constant, columns_of
 
 if TYPE_CHECKING:
-    from megatron_lossagg.loop.framework import Integration
     from megatron_lossagg.loop.probe import ProbeReport
-    from megatron_lossagg.loop.schedule_hook import ScheduleHook
+    from megatron_lossagg.loop.schedule_hook import Integration, ScheduleHook
+
+
+def read_run(
+    chunks: Sequence[Any], aggregation: Aggregation, options: Options, *, counts_parts: bool
+) -> tuple[RunFacts, ProcessGroup | None, RecordFile | None]:
+    """Read what the live model is, and open the record; a refusal on one rank reaches all.
+
+    Returns the run, and what :func:`opened_record` returns. ``counts_parts``: as in
+    :func:`check_options`. Raises :class:`ContractError`, also if ranks run different settings. One
+    all-gather over the world.
+    """
+    with agreed() as ranks:
+        loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
+        if options.side_losses == "follow":
+            check_follow(chunks[0].config, aggregation)
+        frozen = Frozen.of(chunks, loss_scaling)
+        groups = LiveGroups.of(chunks)
+        for one in (aggregation, *options.shadows.values()):
+            check_parts(groups, one)
+        record_group, record_file = opened_record(options.record, groups)
+        ranks.own = (
+            f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, {options}, "
+            f"{_settings_of(aggregation)}"
+        )
+    begin_run()
+    run = RunFacts(
+        chunks=chunks,
+        groups=groups,
+        loss_scaling=loss_scaling,
+        frozen=frozen,
+        agreed={aggregation},
+        finalize=own_finalize(chunks[0].config),
+    )
+    return run, record_group, record_file
+
+
+def agree_further(run: RunFacts, aggregation: Aggregation) -> None:
+    """Check that a run can train a further aggregation, which is the same on every rank.
+
+    Raises :class:`ContractError` on every rank. One all-gather over the world.
+    """
+    with agreed() as ranks:
+        check_parts(run.groups, aggregation)
+        ranks.own = _settings_of(aggregation)
+    run.agreed.add(aggregation)
+
+
+def _settings_of(aggregation: Aggregation) -> str:
+    """Write what must be the same on all ranks of an aggregation."""
+    return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
+
+
+def aggregation_of(aggregation: Aggregation | str, numbers: dict[str, Any]) -> Aggregation:
+    """Return what is trained: an aggregation, or a mode's name with its numbers."""
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if not isinstance(aggregation, Aggregation):
+        return Aggregation(aggregation, **given)
+    if given:
+        raise ContractError(
+            f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
+        )
+    return aggregation
+
+
+def described(aggregation: Aggregation, run: RunFacts, probe: object, note: str) -> str:
+    """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
+    cp = "dynamic" if run.groups.is_dynamic else run.groups.cp_size
+    line = (
+        f"loss aggregation {aggregation}; loss scaling {run.loss_scaling}, K = "
+        f"{K_FORMULA[run.loss_scaling]} (DP {run.groups.dp_size}, CP {cp}); probe: {probe or 'off'}"
+    )
+    return f"{line}\n{note}" if note else line
+
+
+def plan_of_rank(
+    run: LossAggregator,
+    sequences: Sequences,
+    num_microbatches: int,
+    forward_only: bool,
+    iteration: int | None,
+) -> StepPlan:
+    """Plan a step of the run from what this rank passes to :meth:`LossAggregator.step`.
+
+    On all ranks of a tensor-parallel group it is its first rank's: one all-gather if it
+    has several. ``forward_only``: must be the same on them.
+    """
+    names = columns_of(type(sequences))
+    given = {n: getattr(sequences, n) for n in names if getattr(sequences, n) is not None}
+
+    def of_first_rank() -> Sequences:
+        columns = _of_first_rank(given, run.tp_group, forward_only=forward_only)
+        return type(sequences)(**_checked(columns, num_microbatches))
+
+    return plan_step(
+        run.aggregation,
+        of_first_rank,
+        group=run.dp_group,
+        options=run.options.of_step(forward_only),
+        forward_only=forward_only,
+        iteration=iteration,
+    )
+
+
+def _checked(given: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
+    """Return the columns of a step with its M; raises :class:`PlanError`."""
+    if not is_integer(num_microbatches, lowest=1):
+        raise PlanError(
+            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
+            "schedule gets"
+        )
+    own_m = given.get("num_microbatches", num_microbatches)
+    if not (is_integer(own_m) and own_m == num_microbatches):
+        raise PlanError(
+            f"got num_microbatches {num_microbatches} and Sequences(num_microbatches={own_m!r}): "
+            "leave that of the sequences out"
+        )
+    if "active_tokens" not in given:
+        raise PlanError(
+            "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
+        )
+    return given | {"num_microbatches": num_microbatches}
+
+
+def _of_first_rank(
+    given: dict[str, Any], tp_group: ProcessGroup, *, forward_only: bool
+) -> dict[str, Any]:
+    if tp_group.size() == 1:
+        return given
+    kind = "an evaluation" if forward_only else "a training step"
+    with together(tp_group, to_begin(forward_only), named=TP_RANK, raises=PlanError) as ranks:
+        ranks.own = kind, {name: _listed(name, value) for name, value in given.items()}
+    kinds, (first, *others) = zip(*ranks.of_ranks, strict=True)
+    rank = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
+    if rank is not None:
+        raise PlanError(
+            f"tensor-parallel rank 0 begins {kinds[0]}, rank {rank} {kinds[rank]}: begin the same "
+            "steps on all of them, in the same order"
+        )
+    other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
+    if other is not None:
+        raise PlanError(
+            f"tensor-parallel ranks 0 and {other} pass different counts: give both the same "
+            f"data, or leave the counts of rank {other} out"
+        )
+    return dict(first)
+
+
+def _listed(name: str, value: Any) -> Any:
+    """Return an argument without tensors and arrays."""
+    if name != "active_tokens":  # of a mask, which may be any tensor
+        check_constant(name, value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _listed(f"{name}[{key!r}]", one) for key, one in value.items()}
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    return [one.item() if isinstance(one, Tensor) else one for one in value]
+
+
+def begun_together(
+    begin: Callable[[], Step], num_microbatches: int, groups: LiveGroups, *, forward_only: bool
+) -> Step:
+    """Return what ``begin`` returns, or raise on all ranks if one raises or has another M or kind.
+
+    Tells each stage the last one's sum of weights if side losses follow it. One all-gather over the
+    pipeline-parallel group and one over the context-parallel group, if they have several ranks.
+    """
+    doing = to_begin(forward_only)
+    what = f"{'evaluate' if forward_only else 'train'} {num_microbatches}"
+    step: Step | None = None
+    fault: Exception | None = None
+    try:
+        with together(groups.cp_group, doing, named="context-parallel rank {}") as ranks:
+            with together(groups.pp_group, doing, named="pipeline stage {}") as stages:
+                step = begin()
+                scale = step.side_losses
+                stages.own = what, None if scale is None else scale.weight_sum
+            _check_same("pipeline stage", [what for what, _ in stages.of_ranks])
+            ranks.own = what, step.own_numbers
+        _check_same("context-parallel rank", [what for what, _ in ranks.of_ranks])
+        _check_numbers([own for _, own in ranks.of_ranks])
+    except ContractError as error:
+        fault = stages.error or error  # of the type that begin() raised, on its own rank
+    if fault is not None:
+        if step is not None:
+            step.end()
+        raise fault
+    assert step is not None
+    if scale is not None and stages.of_ranks[-1][1] is not None:
+        scale.weight_sum = stages.of_ranks[-1][1]
+    return step
+
+
+def _check_numbers(of_ranks: Sequence[str]) -> None:
+    """Name the first context-parallel rank that passes other numbers than the first, if any."""
+    other = next((rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]), None)
+    if other is None:
+        return
+    differing = set(of_ranks[0].split()) ^ set(of_ranks[other].split())
+    names = " and ".join(sorted({one.partition("=")[0] for one in differing}))
+    raise ContractError(
+        f"context-parallel ranks 0 and {other} pass different {names} of the same sequences: pass "
+        "equal ones on every rank of a context-parallel group"
+    )
+
+
+def _check_same(kind: str, begun: Sequence[str]) -> None:
+    """Name the first one that begins another step than the first, if one does."""
+    for number, what in enumerate(begun):
+        if what != begun[0]:
+            raise ContractError(
+                f"{kind}s 0 and {number} {begun[0]} and {what} microbatches: pass all of them the "
+                "same num_microbatches and forward_only"
+            )
 
 
 class LossAggregator:

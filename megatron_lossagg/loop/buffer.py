@@ -22,14 +22,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.guards.refilled import KeptObjects
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import TP_RANK, together
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
+from megatron_lossagg.reduction.exchange import TP_RANK, to_begin, together
 from megatron_lossagg.reduction.integers import IntsLike, is_integer
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.layout import PADDING
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
-from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import Checked, Sequences
-from megatron_lossagg.reduction.waiting import to_begin
 
 _DEFAULTS = Options()
 

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_lossagg.contract.held_gradients import HeldGradients
+from megatron_lossagg.contract.finalize import HeldGradients
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, deferred_factor
 from megatron_lossagg.contract.side_losses import side_losses_of
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.guard import ScheduleCalls
-from megatron_lossagg.loop.first_step import say_counted
-from megatron_lossagg.loop.step import Step
+from megatron_lossagg.loop.step import Step, say_counted
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import together

@@ -13,10 +13,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.custom import load_reducer_factory
+from megatron_lossagg.reduction.aggregation import Aggregation, Options, load_reducer_factory
 from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS
-from megatron_lossagg.reduction.options import Options
 
 
 def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """One line of JSON for each optimizer step: which loss was trained (``--loss-aggregation-record``).
 
 Two runs trained the same loss in a step if mode, counts and weights agree, whatever their
-parallelism. The weights are compared by a hash that depends on neither order nor rank::
+parallelism, their microbatches and how often they were resumed. The weights are compared by a hash
+that depends on neither order nor rank::
 
     hash = sum over sequences with n_s > 0 of mix(n_s, w_s)  modulo 2^64
 
@@ -15,6 +16,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.reduction.modes import CUSTOM
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.integers import Ints
@@ -136,3 +139,59 @@ def _parsed(line: str) -> StepRecord | None:
         return record if type(record.step) is int else None
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+COMPARED = {
+    "mode": "mode",
+    "divisor": "divisor",
+    "exponent": "exponent",
+    "count_empty": "count_empty",
+    "count": "count",
+    "active_tokens": "N",
+    "samples": "B",
+    "prompts": "P",
+    "weights": "weights",
+}
+"""The fields of :class:`StepRecord` that decide the loss, and what each is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordDiff:
+    """What a comparison of two records found in the steps that both have."""
+
+    common: tuple[int, ...]
+    """These steps, in order."""
+    num_same: int
+    """How many of them, from the first one on, trained the same loss."""
+    differences: Mapping[str, tuple[object, object]]
+    """What differs in the step after these, of the first and of the second record; empty if it
+    cannot be compared, or if there is none."""
+
+    @property
+    def step(self) -> int | None:
+        """The first step that is not known to have trained the same loss; None if all have."""
+        return self.common[self.num_same] if self.num_same < len(self.common) else None
+
+
+def compare_records(
+    first: Mapping[int, StepRecord], second: Mapping[int, StepRecord]
+) -> RecordDiff:
+    """Compare the steps that two records have in common, up to the first that is not the same.
+
+    A custom reducer's weights are in no record: its step ends the comparison without a difference.
+    """
+    common = tuple(sorted(first.keys() & second.keys()))
+    for num_same, step in enumerate(common):
+        differences = compare_steps(first[step], second[step])
+        if differences or first[step].mode == CUSTOM:
+            return RecordDiff(common=common, num_same=num_same, differences=differences)
+    return RecordDiff(common=common, num_same=len(common), differences={})
+
+
+def compare_steps(one: StepRecord, other: StepRecord) -> dict[str, tuple[object, object]]:
+    """Return what differs of two steps, by name; the weights only if nothing explains them."""
+    pairs = {name: (getattr(one, field), getattr(other, field)) for field, name in COMPARED.items()}
+    differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if len(differences) > 1:
+        differences.pop("weights", None)
+    return differences

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import megatron_lossagg
-from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record

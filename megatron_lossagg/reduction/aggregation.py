@@ -1,23 +1,208 @@
-"""Which loss is configured: a mode of the table with its numbers, own weights, or a reducer."""
+"""Which loss is configured: a mode with its numbers, own weights or a reducer; a run's options.
+
+A function of one's own is found by its path. Imports no torch, and NumPy only when own weights are
+computed.
+
+Shape suffix: A = sequences of all ranks.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
+import pkgutil
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.reduction.aliases import ALIASES, alias_of, unknown_name
-from megatron_lossagg.reduction.checks.aggregation import (
-    check_count,
-    checked_divisor,
-    checked_exponent,
+from megatron_lossagg.errors import (
+    AggregationError,
+    LossAggregationError,
+    PlanError,
+    ReducerPathError,
+    meant,
 )
-from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count, Ids
-from megatron_lossagg.reduction.own_weights import WeightsFunction
+from megatron_lossagg.reduction.modes import (
+    ALIASES,
+    COUNTS,
+    CUSTOM,
+    MODES,
+    OWN_WEIGHTS,
+    Count,
+    Ids,
+    Mode,
+    alias_of,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from megatron_lossagg.reduction.table import StepCounts
+
+    _Array = npt.NDArray[np.float64]
+    from torch import Tensor
+
+    from megatron_lossagg.reduction.integers import Ints
+    from megatron_lossagg.reduction.layout import Layout
+    from megatron_lossagg.reduction.plan import StepPlan
+
+
+def resolved(path: str, name: str, signature: str) -> Any:
+    """Import the callable at ``pkg.mod:name`` or ``pkg.mod.name``.
+
+    ``name`` and ``signature``: of what it should be, for messages. Raises
+    :class:`ReducerPathError` if the path leads to nothing or to what is not callable.
+    """
+    expected = f"write pkg.mod:name of a {signature}"
+    try:
+        found: object = pkgutil.resolve_name(path)
+    except Exception as error:  # a module may fail to import with anything
+        near = ""
+        if isinstance(error, AttributeError) and error.name is not None:
+            near = meant(error.name, dir(error.obj))
+        raise ReducerPathError(
+            f"{name} {path!r} raised {error!r}{near}: {expected}, and install its module on every "
+            "node or put it on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ReducerPathError(
+            f"{name} {path!r} leads to {found!r}, which is not callable: {expected}"
+        )
+    return found
+
+
+def checked_divisor(mode: Mode, divisor: float | None) -> float | None:
+    """Return a mode's divisor: finite and above 0, and only if the mode has one."""
+    if divisor is None:
+        if mode.divisor == "required":
+            raise AggregationError(
+                f"mode {mode.name!r} divides by a constant length and got none: pass the longest "
+                "response that generation allows as --loss-aggregation-divisor (divisor=)"
+            )
+        return None
+    if mode.divisor == "none":
+        raise AggregationError(
+            f"mode {mode.name!r} takes no divisor, got {divisor!r}: drop "
+            "--loss-aggregation-divisor (divisor=), or choose constant or token_sum"
+        )
+    number = _as_float(divisor)
+    if not math.isfinite(number) or number <= 0:
+        raise AggregationError(
+            f"got divisor {divisor!r}, expected a finite number above 0: "
+            "change --loss-aggregation-divisor (divisor=)"
+        )
+    return number
+
+
+def checked_exponent(mode: Mode, exponent: float | None) -> float | None:
+    """Return a mode's exponent: finite, and only if the mode has one."""
+    if mode.has_exponent and exponent is None:
+        raise AggregationError(
+            f"mode {mode.name!r} needs an exponent and got none: pass "
+            "--loss-aggregation-exponent (exponent=), 0 for token_mean up to 1 for sample_mean"
+        )
+    if exponent is None:
+        return None
+    if not mode.has_exponent:
+        raise AggregationError(
+            f"mode {mode.name!r} takes no exponent, got {exponent!r}: drop "
+            "--loss-aggregation-exponent (exponent=), or choose length_power"
+        )
+    number = _as_float(exponent)
+    if not math.isfinite(number):
+        raise AggregationError(
+            f"got exponent {exponent!r}, expected a finite number: "
+            "change --loss-aggregation-exponent (exponent=)"
+        )
+    return number
+
+
+def check_count(mode: Mode, count: object) -> None:
+    """Refuse what an aggregation cannot count."""
+    if not isinstance(count, str) or count not in COUNTS:
+        raise AggregationError(
+            f"got count {count!r}, expected {', '.join(COUNTS)}: change --loss-aggregation-count "
+            "(count=)"
+        )
+    if mode.name == CUSTOM and count != "mask":
+        raise AggregationError(
+            f"got count {count!r} with a reducer path, but a custom reducer counts for itself: "
+            "drop --loss-aggregation-count (count=)"
+        )
+
+
+def _as_float(value: object) -> float:
+    """Convert a number; NaN for what is none, and for an integer beyond float64."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    return math.nan
+
+
+@dataclass(frozen=True)
+class WeightsFunction:
+    """A function from a step's counts to one weight per sequence, and its name on every rank."""
+
+    path: str
+    """``pkg.mod:name``; all that its ``repr`` shows, because ranks compare it."""
+    function: Callable[[StepCounts], Any] = field(repr=False, hash=False)
+
+    @staticmethod
+    def of(given: object) -> WeightsFunction:
+        """Take a function, or import the one at a path.
+
+        Raises :class:`ReducerPathError` for a path that leads to nothing callable, and
+        :class:`AggregationError` for what is neither.
+        """
+        if isinstance(given, WeightsFunction):
+            return given
+        if isinstance(given, str) and given:
+            what = "weights path", "function(counts) -> one weight per sequence"
+            return WeightsFunction(given, resolved(given, *what))
+        if not callable(given):
+            raise AggregationError(
+                f"got weights {given!r}, expected a function of a step's counts, or pkg.mod:name: "
+                "change --loss-aggregation-weights-path (weights=)"
+            )
+        name = getattr(given, "__qualname__", type(given).__qualname__)
+        return WeightsFunction(f"{getattr(given, '__module__', '')}:{name}", given)
+
+    def __call__(self, counts: StepCounts, is_active_A: npt.NDArray[np.bool_]) -> _Array:
+        """Compute w_s of every sequence, float64 ``[A]``; 0 for one with no active tokens.
+
+        Raises :class:`PlanError` if the function raises, for another shape, and for a weight that
+        is not finite or negative.
+        """
+        import numpy as np
+
+        if not is_active_A.any():  # there is nothing to weigh
+            return np.zeros(len(is_active_A))
+        try:
+            with np.errstate(all="ignore"):  # 1 / 0 of a sequence without tokens
+                found = np.asarray(self.function(counts))
+        except LossAggregationError:
+            raise
+        except Exception as error:
+            raise PlanError(f"the weights function {self.path} raised {error!r}") from error
+        if found.shape not in ((), is_active_A.shape) or found.dtype.kind not in "bfiu":
+            raise PlanError(
+                f"the weights function {self.path} returned {found.dtype} of shape {found.shape}, "
+                f"expected {len(is_active_A)} numbers, one per sequence of the step"
+            )
+        weight_A = np.where(is_active_A, found.astype(np.float64), 0.0)
+        is_wrong_A = ~(np.isfinite(weight_A) & (weight_A >= 0))
+        if is_wrong_A.any():
+            at = int(is_wrong_A.argmax())
+            raise PlanError(
+                f"the weights function {self.path} returned {weight_A[at]} for sequence {at} of "
+                "the step, expected a finite weight from 0"
+            )
+        return weight_A
 
 
 @dataclass(frozen=True)
@@ -192,3 +377,158 @@ def parsed_aggregation(spelling: str) -> Aggregation:
             f"got {spelling!r}, expected a number after the last colon: write {name}:NUMBER"
         ) from None
     return Aggregation(name, **{takes: value})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerContext:
+    """What a custom reducer factory is given: ``factory(context) -> Callable[[Tensor], Tensor]``.
+
+    The callable takes this rank's per-token losses, masked positions already set to 0,
+    flat in the layout's order, and returns a 0-dim additive partial loss.
+
+    Examples:
+        A mean over tokens, in the file ``my_losses.py``; in a framework
+        ``--loss-aggregation-reducer-path my_losses:factory``:
+
+        >>> def factory(context: ReducerContext):
+        ...     tokens = context.plan.totals.active_tokens  # N, of all ranks and microbatches
+        ...     return lambda losses: losses.sum() / tokens
+        >>> aggregation = Aggregation("custom", reducer_path="my_losses:factory")
+        >>> plan = plan_step(aggregation, Sequences(active_tokens=[3]))
+        >>> layout = Layout.thd_zigzag([0, 4], cp_size=1, cp_rank=0)
+        >>> reducer = plan.reducer([0], torch.tensor([1, 1, 1, 0]), layout)
+        >>> reducer(torch.tensor([1.0, 2.0, 6.0, float("inf")])).item()
+        3.0
+    """
+
+    plan: StepPlan
+    """Totals and, under a mode of the table, weights: ``plan.under("token_mean").weights``."""
+    sequences: Ints
+    """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
+    mask: Tensor
+    """bool ``[T]``: the loss mask, sliced for this rank, on its device; read only."""
+    layout: Layout
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The plan's aggregation."""
+        return self.plan.aggregation
+
+
+ReducerFactory = Callable[[ReducerContext], "Callable[[Tensor], Tensor]"]
+
+
+def load_reducer_factory(path: str) -> ReducerFactory:
+    """Import the factory at a path; raises as :func:`resolved`."""
+    factory: ReducerFactory = resolved(
+        path, "reducer path", "factory(context) -> Callable[[Tensor], Tensor]"
+    )
+    return factory
+
+
+EmptyStep = Literal["zero", "error"]
+SideLosses = Literal["stock", "follow"]
+Guards = Literal["error", "warn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run, the same on every rank; :class:`AggregationError` if one is invalid.
+
+    The flag of each field is ``--loss-aggregation-`` and its name.
+
+    Examples:
+        >>> Options(rejects_tokens=True, shadow="token_mean,constant:4096").shadow
+        ('token_mean', 'constant:4096')
+    """
+
+    empty_step: EmptyStep = "zero"
+    """A step with no active tokens: zero weights and one warning, or an error."""
+    probe: bool = True
+    """Whether to measure at startup what Megatron does to a loss."""
+    rejects_tokens: bool = False
+    """Whether loss masks may select fewer tokens than were counted (rejection sampling).
+
+    Such a mask is an error otherwise.
+    """
+    record: str | None = None
+    """A file to which each training step appends one line of JSON; None: none is written."""
+    shadow: tuple[str, ...] = ()
+    """Modes whose loss over the same tokens is reported next to the trained one; no gradient.
+
+    A mode with a number is written with it: ``constant:4096``, ``length_power:0.5``. A string is
+    split at its commas.
+    """
+    side_losses: SideLosses = "stock"
+    """Whether MoE and MTP losses keep Megatron's scale, or are multiplied by the sum of weights.
+
+    With ``follow`` their coefficients mean the same under every mode. From megatron-core 0.19 on.
+    """
+
+    guards: Guards = "error"
+    """Whether what a guard finds ends the step, or is warned of once and recorded.
+
+    Checks of values stay errors: a loss that is not finite, a mask that is not 0 or 1, counts.
+    """
+
+    def __post_init__(self) -> None:
+        for name, kinds in (
+            ("empty_step", EmptyStep),
+            ("side_losses", SideLosses),
+            ("guards", Guards),
+        ):
+            first, second = get_args(kinds)
+            if getattr(self, name) not in (first, second):
+                got = getattr(self, name)
+                raise AggregationError(f"got {name} {got!r}, expected {first} or {second}")
+        for name in ("probe", "rejects_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise AggregationError(f"got {name} {getattr(self, name)!r}, expected a bool")
+        if self.record is not None:
+            object.__setattr__(self, "record", _checked_path(self.record))
+        object.__setattr__(self, "shadow", _checked_names(self.shadow))
+        self.shadows  # noqa: B018  a name that is not known is refused here
+
+    @property
+    def shadows(self) -> dict[str, Aggregation]:
+        """The aggregation of each name in :attr:`shadow`."""
+        found = {}
+        for name in self.shadow:
+            try:
+                found[name] = parsed_aggregation(name)
+            except AggregationError as error:
+                raise AggregationError(
+                    f"--loss-aggregation-shadow (Options.shadow): {error}"
+                ) from None
+        return found
+
+    def of_step(self, forward_only: bool) -> Options:
+        """Return the options of a step: an evaluation without an active token is no error."""
+        return replace(self, empty_step="zero") if forward_only else self
+
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> Options:
+        """Read the flags; one that ``args`` lacks, or has as None, has its default."""
+        given = {
+            field.name: getattr(args, f"loss_aggregation_{field.name}", None)
+            for field in fields(Options)
+        }
+        return Options(**{name: value for name, value in given.items() if value is not None})
+
+
+def _checked_path(path: object) -> str:
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise AggregationError(f"got record {path!r}, expected the path of a file")
+    return str(os.fspath(path))
+
+
+def _checked_names(names: object) -> tuple[str, ...]:
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",")]
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) and n for n in names):
+        raise AggregationError(
+            f"got shadow {names!r}, expected names of modes: write such as token_mean,constant:4096"
+        )
+    if len(set(names)) < len(names):
+        raise AggregationError(f"got shadow {names!r}, expected each name once")
+    return tuple(names)

@@ -32,25 +32,21 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.checks.arguments import (
+from megatron_lossagg.reduction.aggregation import Aggregation, ReducerContext, load_reducer_factory
+from megatron_lossagg.reduction.checks import (
     MASK_DTYPES,
+    check_finite,
+    check_mask,
+    check_token_weights,
+    checked_losses,
     checked_mask,
+    checked_partial_loss,
     checked_sequences,
     checked_weights,
 )
-from megatron_lossagg.reduction.checks.losses import (
-    check_finite,
-    checked_losses,
-    checked_partial_loss,
-)
-from megatron_lossagg.reduction.checks.mask import check_mask
-from megatron_lossagg.reduction.checks.token_weights import check_token_weights
-from megatron_lossagg.reduction.custom import ReducerContext, load_reducer_factory
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.integers import Ints, IntsLike
-from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.segments import PADDING, SegmentSums, held
+from megatron_lossagg.reduction.layout import PADDING, Layout, SegmentSums, held
 from megatron_lossagg.reduction.step_state import Known, Line, StepLog, Term
 
 if TYPE_CHECKING:

@@ -23,14 +23,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError, message_of
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.custom import load_reducer_factory
-from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.aggregation import Aggregation, Options, load_reducer_factory
+from megatron_lossagg.reduction.exchange import Exchange, to_begin
 from megatron_lossagg.reduction.faults import looks_again
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.microbatch import Microbatch
-from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.sequences import Checked, Sequences
 from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.table import (
@@ -41,7 +39,6 @@ from megatron_lossagg.reduction.table import (
     count_step,
     known_step,
 )
-from megatron_lossagg.reduction.waiting import to_begin
 from megatron_lossagg.reduction.weighted import StepWeights, check_agreement, check_divisor
 
 _DEFAULTS = Options()

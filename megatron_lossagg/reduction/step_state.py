@@ -22,8 +22,7 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import Faults
 from megatron_lossagg.reduction.integers import Ints, first_few
-from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.segments import PADDING, SegmentSums
+from megatron_lossagg.reduction.layout import PADDING, Layout, SegmentSums
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.microbatch import Microbatch

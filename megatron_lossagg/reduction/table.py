@@ -23,12 +23,13 @@ import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.checks.ids import check_ids, check_sample_count
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import (
     Checked,
     Floats,
+    check_ids,
+    check_sample_count,
     check_sum,
     columns_of,
     hashed,

@@ -14,9 +14,8 @@ from operator import mul
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation, WeightsFunction
 from megatron_lossagg.reduction.modes import CUSTOM
-from megatron_lossagg.reduction.own_weights import WeightsFunction
 from megatron_lossagg.reduction.table import StepCounts
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
 

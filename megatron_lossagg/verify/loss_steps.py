@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.reduction.user_path import resolved
+from megatron_lossagg.reduction.aggregation import resolved
 from megatron_lossagg.verify.job import Event
 from megatron_lossagg.verify.own_loss import SIGNATURE, LossCase, LossJob, checked_batch, trained
 from megatron_lossagg.verify.parallelism import Parallelism

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.errors import ProofError, ReducerPathError
-from megatron_lossagg.reduction.user_path import resolved
+from megatron_lossagg.reduction.aggregation import resolved
 from megatron_lossagg.verify.job import (
     Event,
     RanksTimedOut,

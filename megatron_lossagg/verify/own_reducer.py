@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggregationError, ProofError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.layout import PADDING, Layout
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.step_state import StepState
 from megatron_lossagg.reduction.table import count_step

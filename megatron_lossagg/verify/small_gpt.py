@@ -31,7 +31,7 @@ from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.contract.engine import engine_of
-from megatron_lossagg.reduction.segments import PADDING
+from megatron_lossagg.reduction.layout import PADDING
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY, TrainingSequence, padding_sequence
 from megatron_lossagg.verify.world import device, dtype_of

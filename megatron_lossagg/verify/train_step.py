@@ -23,13 +23,10 @@ from torch import Tensor
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError, ProofError, ReducerError
 from megatron_lossagg.loop.aggregator import LossAggregator
-from megatron_lossagg.loop.framework import FrameworkLoss, Integration
-from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.loop.schedule_hook import FrameworkLoss, Integration, ScheduleHook
 from megatron_lossagg.loop.step import Step
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.segments import PADDING
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
+from megatron_lossagg.reduction.layout import PADDING, Layout
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.cases import BETA, CASES, Case, columns_of
 from megatron_lossagg.verify.causes import Facts

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_lossagg.contract.release import megatron_version
+from megatron_lossagg.contract.megatron_options import megatron_version
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.cases import Case, Expected, expected

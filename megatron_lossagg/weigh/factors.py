@@ -23,10 +23,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lossagg.contract.engine import engine_of, is_chunk
-from megatron_lossagg.contract.finalize import ListeningHook, own_finalize
-from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.held_gradients import HeldGradients
+from megatron_lossagg.contract.finalize import HeldGradients, ListeningHook, own_finalize
 from megatron_lossagg.contract.megatron_options import check_options
+from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_lossagg.cli.plans import EXPONENT
+from megatron_lossagg.cli.explanation import EXPONENT
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 

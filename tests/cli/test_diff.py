@@ -9,8 +9,7 @@ from step_record import DIFFERENT, SAME, STEP
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.record.compare import COMPARED
-from megatron_lossagg.record.step_record import RecordError, hash_weights, read_record
+from megatron_lossagg.record.step_record import COMPARED, RecordError, hash_weights, read_record
 
 OTHER = {
     "k": 16,

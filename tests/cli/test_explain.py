@@ -8,12 +8,10 @@ import forked_command
 import pytest
 from in_turn import reference_value
 
-from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, explain, read_lengths
+from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, EXPONENT, Split, explain, read_lengths
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
-from megatron_lossagg.cli.plans import EXPONENT, Split
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import ALIASES, MODES
 
 NAMES = [name for name in MODES if name not in ("custom", "own_weights")]
 ONLY_ITSELF = ("balanced", "row_mean")

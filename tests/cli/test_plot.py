@@ -9,11 +9,10 @@ import pytest
 from html_reader import Reader
 from in_turn import reference_value
 
+from megatron_lossagg.cli.explanation import EXPONENT
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.cli.picture import figure_of, page
-from megatron_lossagg.cli.plans import EXPONENT
 from megatron_lossagg.cli.rollouts import Rollouts
-from megatron_lossagg.cli.shares import shares_of
+from megatron_lossagg.cli.shares import figure_of, page, shares_of
 from megatron_lossagg.reduction.modes import MODES
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from frameworks import checkout_of, needs
 
-from megatron_lossagg.cli.extras import MissingPackageError
+from megatron_lossagg.cli.files import MissingPackageError
 from megatron_lossagg.cli.rollouts import (
     COLUMNS,
     RolloutsError,

@@ -197,7 +197,7 @@ LOOP = """
 import gc, os, sys
 sys.path.insert(0, {folder!r})
 from megatron_lossagg import Aggregation
-from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations._shared import rebind
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 

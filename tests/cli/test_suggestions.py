@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
 from megatron_lossagg.errors import ReducerPathError
-from megatron_lossagg.reduction.user_path import resolved
+from megatron_lossagg.reduction.aggregation import resolved
 
 
 def command_of(name):

@@ -9,8 +9,7 @@ from html_reader import Reader
 from markdown_it import MarkdownIt
 
 from megatron_lossagg.cli.verify import _report
-from megatron_lossagg.cli.verify_markdown import markdown
-from megatron_lossagg.cli.verify_report import finite, show
+from megatron_lossagg.cli.verify_report import finite, markdown, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.cases import CASES as VERIFIED

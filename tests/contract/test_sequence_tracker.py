@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from megatron_lossagg.contract.sequence_tracker import SequenceTracker
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.guard import SequenceTracker
 
 
 def after(num_sequences, num_microbatches, calls, *, is_rerunning=False):

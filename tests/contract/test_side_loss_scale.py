@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lossagg.contract.side_loss_scale import SideLossScale, check_follow
+from megatron_lossagg.contract.side_losses import SideLossScale, check_follow
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.aggregation import Aggregation
 

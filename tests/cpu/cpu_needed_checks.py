@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.utils import get_default_causal_mask
 from stock_step import run_of, stock_model, stock_step
 
-from megatron_lossagg.contract.release import megatron_release
+from megatron_lossagg.contract.megatron_options import megatron_release
 from megatron_lossagg.cpu import stand_ins
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.world import split_world

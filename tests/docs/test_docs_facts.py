@@ -19,8 +19,7 @@ from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.integrations import verl
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import ALIASES, MODES
 from megatron_lossagg.reduction.table import StepTotals
 
 ROOT = Path(__file__).resolve().parents[2]

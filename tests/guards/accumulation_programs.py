@@ -5,7 +5,7 @@ from deferred_programs import with_reducer_of_the_plan
 from training_steps import Training, returning, right
 
 from megatron_lossagg import LossAggregator
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def accumulated(training, *ddp):

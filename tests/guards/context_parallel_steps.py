@@ -7,7 +7,7 @@ from ranks import of_ranks
 
 from megatron_lossagg import Aggregation, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 MODE = Aggregation("sample_mean")
 # Two sequences of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.

@@ -9,7 +9,7 @@ from torch.cuda import OutOfMemoryError
 from training_steps import Training, microbatch, plan_of, returning, right
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def raising(step, batch, x):

@@ -24,7 +24,7 @@ from training_steps import SEQUENCES, Training, _reset_groups, returning, right
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import read_record
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.small_gpt import gather_gradients
 from megatron_lossagg.verify.world import split_world
 

@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from training_steps import Training, plan_of, right
 
 from megatron_lossagg import Aggregation, LossAggregator, StepTotals
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def an_aggregator(training, mode="sample_mean", **options):

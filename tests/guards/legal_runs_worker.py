@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from training_steps import ACTIVE, SEQUENCES, Training, microbatch, right
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify import small_gpt
 from megatron_lossagg.verify.world import split_world
 

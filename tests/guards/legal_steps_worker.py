@@ -29,7 +29,7 @@ from megatron_lossagg import (
 )
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def check_evaluations_between_training_steps(make):

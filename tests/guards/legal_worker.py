@@ -22,9 +22,9 @@ from ranks import begin
 from training_steps import Training, microbatch, plan_of, returning, right
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.contract.release import megatron_version
+from megatron_lossagg.contract.megatron_options import megatron_version
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.sequences import ID_KINDS
 from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify.world import split_world

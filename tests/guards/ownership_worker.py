@@ -22,9 +22,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
-from megatron_lossagg.loop.framework import FrameworkLoss, Integration
-from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.loop.schedule_hook import FrameworkLoss, Integration, ScheduleHook
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def check_a_step_whose_ranks_train_each_token_once_is_right(aggregator):

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from ranks import of_ranks
 
 from megatron_lossagg import LossAggregator, Sequences, plan_step
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.small_gpt import (
     config_of,
     forward,

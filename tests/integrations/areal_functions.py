@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_lossagg.integrations._refusals import replaced
+from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn, aggregations, ppo_losses
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare, loop_not_run

@@ -49,7 +49,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integrations import bridge
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.frameworks.megatron_lm_rank import own_weights_wrapped, wanted
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3

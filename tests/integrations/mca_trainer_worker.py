@@ -27,7 +27,7 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.cpu.training import _indices
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import mcore_adapter
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 WIDTH, BATCH, MICROBATCHES = 16, 2, 4

@@ -34,7 +34,7 @@ from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.integrations.bridge import BridgeIntegration  # noqa: E402
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration  # noqa: E402
 from megatron_lossagg.loop.schedule_hook import ScheduleHook  # noqa: E402
-from megatron_lossagg.reduction.options import Options  # noqa: E402
+from megatron_lossagg.reduction.aggregation import Options  # noqa: E402
 
 CP, DP = 2, 2
 LENGTHS = ((6, 8), (3, 4), (12, 12), (1, 4), (5, 8), (4, 4), (16, 16), (7, 8), (2, 4), (9, 12))

@@ -28,7 +28,7 @@ def reached(**found):
 
 
 def hooks_of(function):
-    """Return the hooks that ``_rebind.py`` put around a framework's schedule."""
+    """Return the hooks that ``_shared.py`` put around a framework's schedule."""
     from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
     held = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -196,7 +196,7 @@ def _rollout_stops(name):
 
     def stops(module):
         def create_placement_groups(args):
-            from megatron_lossagg.integrations._rollout_mask_sums import checked_aggregation
+            from megatron_lossagg.integrations._rollouts import checked_aggregation
 
             load = sys.modules[f"{name}.utils.misc"].load_function
             init = load(args.custom_megatron_init_path)

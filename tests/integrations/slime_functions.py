@@ -13,9 +13,9 @@ from slime_miles_data import BELOW_ONE, GLOBAL_BATCH, ROLLOUTS, arguments, rollo
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.integrations import _framework_options
+from megatron_lossagg.integrations import _rollouts
 from megatron_lossagg.integrations import slime as slime_hooks
-from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
+from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.verify.drivers import slime, slime_and_miles
 from megatron_lossagg.verify.drivers.drawn import aggregations, draw
 
@@ -129,9 +129,9 @@ class Slime:
 
             return add
 
-        assert _framework_options.defined_by("slime") == {}  # at the tested commit
+        assert _rollouts.defined_by("slime") == {}  # at the tested commit
         of_slime.get_slime_extra_args_provider = get_slime_extra_args_provider
-        _framework_options.defined_by.cache_clear()
+        _rollouts.defined_by.cache_clear()
         parsed = slime_and_miles.parsed(self.hooks, get_slime_extra_args_provider(None))
         assert parsed.loss_aggregation == "sample_mean"
         slime_hooks.check(parsed)
@@ -148,7 +148,7 @@ class Slime:
         first = data["micro_batch_indices"][0][0]
         assert data["rollout_mask_sums"][first] == active / GLOBAL_BATCH
         of_slime.get_slime_extra_args_provider = own
-        _framework_options.defined_by.cache_clear()
+        _rollouts.defined_by.cache_clear()
 
     def check_logged_rollouts(self):
         """What slime logs of a rollout batch is weighted too: sum of w m x, averaged over steps."""

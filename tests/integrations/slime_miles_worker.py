@@ -29,7 +29,7 @@ import megatron_lossagg.cpu as cpu
 import megatron_lossagg.cpu.training as cpu_training
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import weigh_rollouts
-from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
+from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.verify.drivers import slime_and_miles
 
 BOUND = {torch.float32: 5e-6, torch.float64: 1e-12}

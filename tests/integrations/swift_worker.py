@@ -226,7 +226,7 @@ def arguments(cp, loss_scaling, data, more):
 PLUGIN = """
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import {0}
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 hook = {0}.install({1})
 """

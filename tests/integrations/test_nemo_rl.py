@@ -24,7 +24,7 @@ from written_frameworks import (
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integrations import _announce
+from megatron_lossagg.integrations import _shared
 from megatron_lossagg.integrations.nemo_rl import aggregated
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 
@@ -74,8 +74,8 @@ def test_in_the_integration_it_is_the_references(make, mode):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_line_on_rank_0_says_that_it_is_on(rank, capsys, monkeypatch):
     ranks = types.SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank)
-    monkeypatch.setattr(_announce, "dist", ranks)
-    _announce.announce.cache_clear()
+    monkeypatch.setattr(_shared, "dist", ranks)
+    _shared.announce.cache_clear()
     made = aggregated(ClippedPGLossFn(), CONSTANT)
     assert capsys.readouterr().err == ""  # the driver, which trains nothing
     losses_of(made, Step())

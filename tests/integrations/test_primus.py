@@ -15,7 +15,7 @@ from megatron_lm_runs import NEEDED, PER_TOKEN, SAMPLE_MEAN, SIZES, run_of, runs
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import primus
-from megatron_lossagg.integrations._rebind import report_if_unused
+from megatron_lossagg.integrations._shared import report_if_unused
 
 pytestmark = needs("Megatron-LM", *NEEDED)
 SCRIPT = Path(__file__).with_name("primus_pretrain.py")

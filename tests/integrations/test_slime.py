@@ -22,8 +22,12 @@ from rollout_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import miles, slime
-from megatron_lossagg.integrations._denominators import Denominators, keep_below_one
-from megatron_lossagg.integrations._rollout_mask_sums import FrameworkStep, rollout_mask_sums
+from megatron_lossagg.integrations._rollouts import (
+    Denominators,
+    FrameworkStep,
+    keep_below_one,
+    rollout_mask_sums,
+)
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options

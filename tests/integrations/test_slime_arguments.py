@@ -8,8 +8,8 @@ from rollout_batch import NO_MODE, SAMPLES, batch_of, of_miles, of_slime
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
-from megatron_lossagg.integrations import _framework_options, _rollout_mask_sums, miles, slime
-from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, checked_aggregation
+from megatron_lossagg.integrations import _rollouts, miles, slime
+from megatron_lossagg.integrations._rollouts import REDUCER, checked_aggregation
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify.drivers.slime_and_miles import args_with_weights
 
@@ -110,7 +110,7 @@ def test_a_wrong_reducer_is_refused_at_startup(framework, monkeypatch):
 @pytest.fixture
 def logged(caplog):
     """Return the level and the text of what was logged since the last call."""
-    _rollout_mask_sums.log_carried.cache_clear()
+    _rollouts.log_carried.cache_clear()
     caplog.set_level("INFO")
 
     def lines():
@@ -165,10 +165,10 @@ def with_their_own_option(framework, monkeypatch):
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, f"{name}.utils", types.ModuleType(f"{name}.utils"))
     monkeypatch.setitem(sys.modules, arguments.__name__, arguments)
-    _framework_options.defined_by.cache_clear()
+    _rollouts.defined_by.cache_clear()
     own = {"loss_aggregation": "sample_mean", "loss_aggregation_divisor": None}
     yield {**own, "loss_agg_mode": "theirs"}
-    _framework_options.defined_by.cache_clear()
+    _rollouts.defined_by.cache_clear()
 
 
 def test_an_option_that_the_frameworks_own_parser_defines_is_no_request(
@@ -202,7 +202,7 @@ def test_our_options_have_a_short_spelling_that_no_framework_defines(
     for name in ("lossagg_divsor", "lossagg_record"):
         with pytest.raises(AggregationError, match=f"got {name}: 4, which nothing reads"):
             framework.carry(framework.arguments(**given, **{name: 4}))
-    _framework_options.defined_by.cache_clear()
+    _rollouts.defined_by.cache_clear()
     sys.modules.pop(f"{hooks.name}.utils.arguments")
     long = {"loss_aggregation": "constant", "loss_aggregation_divisor": 4}
     assert framework.carry(framework.arguments(**NO_COUNT_EMPTY, **long)) == short

@@ -9,7 +9,7 @@ from device_double import DeviceDouble
 from verl_batches import MASK, UIDS, planned
 
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.integrations import _verl_batch
+from megatron_lossagg.integrations import verl
 from megatron_lossagg.reduction import faults
 
 
@@ -37,7 +37,7 @@ def test_a_column_of_another_name_tells_samples_if_it_is_named(monkeypatch, caps
     rollouts = {"rollout_ids": ["r1", "r1", "r1", "r2"]}
     assert planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)[0].totals.samples == 4
     monkeypatch.setattr(faults, "_warned", set())
-    monkeypatch.setenv(_verl_batch.SAMPLE_COLUMN, "rollout_ids")
+    monkeypatch.setenv(verl.SAMPLE_COLUMN, "rollout_ids")
     capsys.readouterr()
     plan, _ = planned("lossagg_sample_mean", ROWS, [*"pppp"], **rollouts)
     assert plan.totals.samples == 2
@@ -48,7 +48,7 @@ def test_a_column_of_another_name_tells_samples_if_it_is_named(monkeypatch, caps
 
 
 def test_a_named_column_that_the_batch_lacks_is_refused(monkeypatch):
-    monkeypatch.setenv(_verl_batch.SAMPLE_COLUMN, "rollout_ids")
+    monkeypatch.setenv(verl.SAMPLE_COLUMN, "rollout_ids")
     with pytest.raises(PlanError, match="a batch without this column"):
         planned("lossagg_sample_mean", ROWS, [*"pppp"])
     planned("lossagg_token_mean", ROWS, [*"pppp"])
@@ -258,13 +258,13 @@ def warned_of_split(*steps, mode="prompt_mean", is_last=False):
         data = {"loss_mask": mask, **columns, "update_lr_scheduler": is_last}
         with warnings.catch_warnings(record=True) as caught, patch.object(faults, "_warned", set()):
             warnings.simplefilter("always")
-            _verl_batch.warn_of_split(data, plan, seen)
+            verl.warn_of_split(data, plan, seen)
         warnings_seen += len(caught)
         assert all(f"a {kind} has sequences in several steps" in str(w.message) for w in caught)
     return warnings_seen > 0
 
 
-@pytest.mark.parametrize("mode", [*_verl_batch.COUNT_SAMPLES])
+@pytest.mark.parametrize("mode", [*verl.COUNT_SAMPLES])
 def test_a_prompt_or_a_sample_over_several_optimizer_steps_of_a_batch_is_warned_of(mode):
     assert warned_of_split(["a", "a", "b"], ["b", "b", "c"], mode=mode)
 

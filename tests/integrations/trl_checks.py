@@ -10,7 +10,7 @@ from shared import assert_same
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import ALIASES
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 L = 11

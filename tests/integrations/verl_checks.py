@@ -25,7 +25,7 @@ from verl_functions import (
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import verl as verl_plugin
-from megatron_lossagg.integrations._rebind import HOOK
+from megatron_lossagg.integrations._shared import HOOK
 from megatron_lossagg.integrations.verl import LossMode
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.drivers.runs import DEFAULT, PASS

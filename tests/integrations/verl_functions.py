@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import Check, Comparison

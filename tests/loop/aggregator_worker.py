@@ -34,12 +34,11 @@ from megatron_lossagg import (
     add_loss_aggregation_args,
 )
 from megatron_lossagg.contract import megatron_options
-from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.live import checked_loss_scaling
-from megatron_lossagg.contract.release import megatron_version
+from megatron_lossagg.contract.megatron_options import megatron_version
+from megatron_lossagg.contract.model import LiveGroups, checked_loss_scaling
 from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def check_unwrapped_chunk_is_refused(chunk, aggregator):

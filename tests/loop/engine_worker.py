@@ -26,11 +26,11 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.engine import engine_of
-from megatron_lossagg.contract.release import megatron_release
+from megatron_lossagg.contract.megatron_options import megatron_release
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.small_gpt import whole_gradient
 
 T = 16

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 SAMPLE_MEAN = Aggregation("sample_mean")

@@ -9,8 +9,8 @@ from engine_worker import BOTH, Live, by_hand, same
 from live_steps import refused
 
 from megatron_lossagg import LossAggregator
-from megatron_lossagg.contract.release import megatron_release
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.contract.megatron_options import megatron_release
+from megatron_lossagg.reduction.aggregation import Options
 
 HYBRID = {"num_distributed_optimizer_instances": 2}
 

@@ -22,7 +22,7 @@ from hooked_loop import (
 
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.sequences import Sequences
 
 

@@ -15,9 +15,9 @@ from megatron_lossagg import (
     Sequences,
     plan_step,
 )
-from megatron_lossagg.contract.release import megatron_version
+from megatron_lossagg.contract.megatron_options import megatron_version
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 CONSTANT = Aggregation("constant", divisor=10)
 

@@ -38,9 +38,9 @@ from ranks import begin, of_ranks
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.loop.probe import all_ranks as together
-from megatron_lossagg.loop.probe import probe_model
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.loop import probe
+from megatron_lossagg.loop import probe as together
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.world import split_world
 
 CONFIRMED = (
@@ -252,7 +252,7 @@ def check_what_a_stage_receives_does_not_enter_the_loss(name, layout):
     if name != "DP2":
         return
     (chunk,) = live_chunks(per_token=False)
-    (built,) = probe_model.build([chunk], finalize_model_grads, num_stages=1)
+    (built,) = probe.build([chunk], finalize_model_grads, num_stages=1)
     received = torch.full((1, 1, 1), torch.nan, requires_grad=True)
     built.module.set_input_tensor(received)
     output = built.module()

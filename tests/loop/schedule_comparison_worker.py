@@ -31,8 +31,8 @@ from megatron_lossagg.guards.framework_loss import compare_with_framework
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.faults import looks_again
-from megatron_lossagg.reduction.options import Options
 
 
 def changed(change):

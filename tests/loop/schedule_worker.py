@@ -37,7 +37,7 @@ from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def check_an_entry_of_the_batch_is_a_sequence(chunk, stock):

@@ -25,7 +25,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 @contextlib.contextmanager

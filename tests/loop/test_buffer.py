@@ -9,7 +9,7 @@ import torch
 from megatron_lossagg import Aggregation, Layout, Sequences
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.loop.buffer import StepBuffer
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 
 def count(microbatch):

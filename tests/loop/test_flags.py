@@ -8,9 +8,8 @@ import pytest
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.errors import AggregationError, ReducerPathError
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
+from megatron_lossagg.reduction.modes import ALIASES, CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.verify.cases import CASES
 
 NAMES = [name for name in (*MODES, *ALIASES) if name not in (CUSTOM, OWN_WEIGHTS)]

@@ -8,7 +8,7 @@ from ranks import print_row
 from stock_step import gradients
 
 from megatron_lossagg import LossAggregator
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.small_gpt import config_of, run_schedule, wrapped_chunks
 from megatron_lossagg.verify.step_data import VOCABULARY, zigzag

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 CUDA = torch.cuda.is_available()  # now: another test of this process may put stand-ins in place
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import AggregationError, ContractError, ReducerError
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.verify.cases import CASES, Case, expected
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import compute

@@ -14,7 +14,7 @@ from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.table import StepTotals
 
 

@@ -19,7 +19,7 @@ from step_data import assign, make_sequences
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options

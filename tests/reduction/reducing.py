@@ -10,7 +10,7 @@ from step_facts import a_chunk, groups_of
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.loop.step import Step
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 MASK = [1, 0, 1, 1, 1, 1]
 DEVICES = pytest.mark.parametrize("device", ["cpu", "device"])

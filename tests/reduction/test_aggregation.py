@@ -12,8 +12,7 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.cli.explain import alias_lines, mode_lines
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aggregation import parsed_aggregation
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import ALIASES, MODES
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 FORMULAS = {

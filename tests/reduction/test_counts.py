@@ -5,9 +5,8 @@ import pytest
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.checks.ids import _is_every_id_on_one_rank
 from megatron_lossagg.reduction.plan import plan_step
-from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.sequences import Sequences, _is_every_id_on_one_rank
 from megatron_lossagg.reduction.table import StepCounts, StepTotals, count_step
 
 # Two samples of prompt 5, one split into two sequences; a masked sample of prompt 9.

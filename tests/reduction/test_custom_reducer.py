@@ -10,7 +10,7 @@ from reducing import MASK, thd
 
 from megatron_lossagg import Sequences, plan_step
 from megatron_lossagg.errors import LossAggregationError, ReducerError, ReducerPathError
-from megatron_lossagg.reduction.custom import load_reducer_factory
+from megatron_lossagg.reduction.aggregation import load_reducer_factory
 
 
 def a_reducer(factory):

@@ -17,8 +17,8 @@ from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.record.step_record import read_record
 from megatron_lossagg.record.writer import RecordFile, StepRecorder
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.options import Options
 
 META = torch.device("meta")
 SAMPLE_MEAN = Aggregation("sample_mean")

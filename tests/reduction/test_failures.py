@@ -33,7 +33,7 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.table import StepTotals
 
 

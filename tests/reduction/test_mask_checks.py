@@ -11,7 +11,7 @@ from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.segments import held_sums
+from megatron_lossagg.reduction.layout import held_sums
 
 MASK_DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

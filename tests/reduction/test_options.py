@@ -7,8 +7,7 @@ import pytest
 
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.loop.flags import add_loss_aggregation_args
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 
 MODE = ("--loss-aggregation", "token_mean")
 

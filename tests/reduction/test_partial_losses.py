@@ -6,8 +6,8 @@ from aggregations import AGGREGATIONS
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
-from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.step_data import zigzag

@@ -15,7 +15,7 @@ from reducing import weights_of
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 LARGEST = [2**52, 2**52 - 4096] + [1] * 4096  # B n_b is above 2^63
 SPLIT = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 0]}

@@ -6,7 +6,7 @@ from reducing import DEVICES, a_plan, a_step, on, thd
 
 from megatron_lossagg import Layout
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.reduction.checks.positions import check_positions
+from megatron_lossagg.reduction.checks import check_positions
 
 MASK = torch.tensor([1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0])
 """Two sequences of 6 and 5 tokens, each padded to 8."""

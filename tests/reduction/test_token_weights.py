@@ -13,8 +13,7 @@ from step_data import make_sequences
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import AggregationError, PlanError, ReducerError
-from megatron_lossagg.reduction.aggregation import require_mask_count
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options, require_mask_count
 from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options

@@ -2,7 +2,7 @@
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from megatron_lossagg.contract.release import megatron_release
+from megatron_lossagg.contract.megatron_options import megatron_release
 
 FSDP = {
     "no_shard": {"overlap_grad_reduce": True},

@@ -2,10 +2,9 @@
 
 from types import SimpleNamespace
 
-from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
-from megatron_lossagg.contract.sequence_tracker import SequenceTracker
-from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts
+from megatron_lossagg.guards.guard import ScheduleCalls, SequenceTracker, StepFacts
 from megatron_lossagg.reduction.step_state import StepLog
 
 

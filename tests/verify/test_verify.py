@@ -15,9 +15,8 @@ from fork_server import WITHOUT_MEGATRON
 from wrong_factors.run import apply
 
 from megatron_lossagg.cli import verify as command_module
-from megatron_lossagg.cli.explanation import explain, read_lengths
+from megatron_lossagg.cli.explanation import Split, explain, read_lengths
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.cli.plans import Split
 from megatron_lossagg.cpu.launch import launch
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module

@@ -21,7 +21,7 @@ from conftest import fork_server
 from frameworks import SERVING, checkout_of, needs
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.integrations import _rebind
+from megatron_lossagg.integrations import _shared
 from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
 from megatron_lossagg.verify.drivers.drawn import aggregations
@@ -269,7 +269,7 @@ def bridge(monkeypatch):
         module = types.ModuleType(name)
         module.get_forward_backward_func = get_forward_backward_func
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(_rebind.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(_shared.atexit, "register", lambda *_: None)
 
 
 def test_bridges_modules_are_hooked_and_its_loop_is_not_run(bridge):

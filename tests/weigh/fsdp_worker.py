@@ -33,7 +33,7 @@ from programs_worker import (
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Options
 
 ROWS.clear()  # of DistributedDataParallel
 SCALINGS = {False: "average", True: "per-token"}

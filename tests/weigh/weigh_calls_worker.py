@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.reduction import waiting as module
+from megatron_lossagg.reduction import exchange as module
 from megatron_lossagg.weigh.weighing import Weighing
 
 CP = int(os.environ["WORLD_SIZE"]) // 2

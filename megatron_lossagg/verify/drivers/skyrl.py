@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_lossagg.integrations._refusals import replaced
+from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.integrations._weigh_switch import WEIGH
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn

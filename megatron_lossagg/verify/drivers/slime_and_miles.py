@@ -17,8 +17,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._framework_options import spelled
-from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
+from megatron_lossagg.integrations._rollouts import REDUCER, Hooks, spelled
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn

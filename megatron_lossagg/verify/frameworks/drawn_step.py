@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import ALIASES, MODES
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.drivers.drawn import draw, ppo_losses

@@ -22,8 +22,7 @@ import torch
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cpu.training import install_training
 from megatron_lossagg.integrations._script import run_hooked, run_stock
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.job import Event

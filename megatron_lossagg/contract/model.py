@@ -1,22 +1,81 @@
-"""The live chunks' own process groups, as far as a loss needs them.
+"""What is read from the live, wrapped model chunks: their loss scaling, and their process groups.
 
-Symbols: ``pg_collection``, ``parallel_state``; each engine's in ``engine.py``.
+Which options are rejected is in ``megatron_options.py``, what an engine is asked in ``engine.py``.
+Symbols: ``TransformerConfig``, ``rerun_state_machine``, ``pg_collection``, ``parallel_state``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.contract.engine import engine_of, model_group
+from megatron_lossagg.contract.megatron_options import (
+    check_options,
+    megatron_release,
+    megatron_version,
+)
+from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
+
+_OLDEST_MEGATRON = (0, 13)
+
+
+def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -> LossScaling:
+    """Refuse what cannot be compensated; return the loss scaling of the first chunk's config.
+
+    ``counts_parts``: as in :func:`check_options`.
+    """
+    if megatron_release() < _OLDEST_MEGATRON:
+        raise ContractError(
+            f"megatron-core {megatron_version()}: before 0.13 num_tokens is reduced over a "
+            "different group and the schedule multiplies by CP: install megatron-core>=0.13"
+        )
+    if not chunks:
+        raise ContractError("got no model chunk: pass the chunks that the schedule gets")
+    for chunk in chunks:
+        if fault := engine_of(chunk).fault():
+            raise ContractError(fault)
+    config = chunks[0].config
+    check_options(
+        "model config",
+        config,
+        cp_size=int(config.context_parallel_size),
+        num_chunks=len(chunks),
+        counts_parts=counts_parts,
+    )
+    return "per_token" if config.calculate_per_token_loss else "average"
+
+
+def may_hold_back(no_sync: Any, chunks: Sequence[Any]) -> bool:
+    """Whether a no_sync_func may hold back the reduction of these chunks' gradients.
+
+    That of a different model does not, nor ``nullcontext``; what others do is not known.
+    """
+    while isinstance(no_sync, partial):
+        no_sync = no_sync.func
+    owner = getattr(no_sync, "__self__", None)
+    is_of_others = hasattr(owner, "ddp_config") and all(
+        owner is not module for chunk in chunks for module in engine_of(chunk).modules
+    )
+    return no_sync is not None and no_sync is not nullcontext and not is_of_others
+
+
+def is_rerunning() -> bool:
+    """Whether Megatron's rerun machine runs a step again (``RerunState``, from 0.9 on)."""
+    from megatron.core import rerun_state_machine
+
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    return machine is not None and "RERUNNING" in machine.state.name
 
 
 @dataclass(frozen=True, kw_only=True)
