@@ -33,13 +33,13 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Aggregation": "reduction.aggregation",
-    "FrameworkLoss": "loop.framework",
-    "Integration": "loop.framework",
+    "FrameworkLoss": "loop.schedule_hook",
+    "Integration": "loop.schedule_hook",
     "Layout": "reduction.layout",
     "LossAggregationError": "errors",
     "LossAggregator": "loop.aggregator",
-    "Options": "reduction.options",
-    "ReducerContext": "reduction.custom",
+    "Options": "reduction.aggregation",
+    "ReducerContext": "reduction.aggregation",
     "Sequences": "reduction.sequences",
     "StepBuffer": "loop.buffer",
     "StepCounts": "reduction.table",

@@ -6,13 +6,12 @@ A test compares the page with what is printed.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from pkgutil import iter_modules, resolve_name
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -23,20 +22,28 @@ from megatron_lossagg.contract import outputs  # noqa: E402
 from megatron_lossagg.contract.megatron_options import OPTIONS  # noqa: E402
 from megatron_lossagg.guards import GUARDS, framework_loss, refilled  # noqa: E402
 from megatron_lossagg.guards.before import BEFORE_A_STEP  # noqa: E402
-from megatron_lossagg.guards.guard import Guard  # noqa: E402
-from megatron_lossagg.reduction import checks  # noqa: E402
+from megatron_lossagg.guards.each_step import refuse_training, without_gradient  # noqa: E402
+from megatron_lossagg.guards.guard import Guard, SequenceTracker  # noqa: E402
+from megatron_lossagg.reduction import aggregation, checks, layout, sequences  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "checks.md"
 _AT_THE_START = {
     "contract.megatron_options": f"[{len(OPTIONS)} conditions](options.md)",
-    "contract.live:checked_loss_scaling": "refused: a wrapper that is not Megatron-Core's "
+    "contract.model:checked_loss_scaling": "refused: a wrapper that is not Megatron-Core's "
     "DDP or Megatron-FSDP, a release before 0.13",
-    "contract.groups:LiveGroups.of": "",
-    "guards.frozen": "[what](../megatron-contract.md#frozen-and-live)",
-    "guards.agreement": "",
+    "contract.model:LiveGroups.of": "",
+    "guards.frozen:Frozen": "[what](../megatron-contract.md#frozen-and-live)",
+    "guards.frozen:agreed": "",
     "loop.probe": "[how](../megatron-contract.md#the-probe)",
 }
-"""Modules or functions, and where more is said of them."""
+"""Modules, classes or functions, and where more is said of them."""
+_VALUES = {
+    aggregation: "an aggregation's numbers: its divisor, its exponent, what it counts",
+    sequences: "counts, weights and ids of sequences, and the ids of all ranks",
+    layout: "lengths, offsets and ranks from which a layout is made",
+    checks: "a microbatch: its sequences, mask, losses, positions and token weights",
+}
+"""What the checks of a module of ``reduction/`` look at."""
 _EVENTS = {
     "on_term": "`mb.reduce`",
     "on_unusual_term": "`mb.reduce`",
@@ -129,9 +136,9 @@ def page() -> str:
         before="\n".join(_functions(BEFORE_A_STEP)),
         values="\n".join(_values()),
         guards="\n".join(_guards()),
-        outputs="\n".join((*_functions(_checks_of(outputs)), *_modules(evaluation))),
+        outputs="\n".join(_functions((*_checks_of(outputs), without_gradient, refuse_training))),
         hook="\n".join(_modules(framework_loss, refilled)),
-        tracker=next(_modules(sequence_tracker)).removeprefix("- "),
+        tracker=next(_functions([SequenceTracker])).removeprefix("- "),
         finishing=", ".join(_overriding("on_finish")),
         together=", ".join(_overriding("together")),
     )
@@ -141,13 +148,13 @@ def _start() -> Iterator[str]:
     for name, link in _AT_THE_START.items():
         sentence = _first_sentence(resolve_name(f"megatron_lossagg.{name}"))
         more = f" ({link})" if link else ""
-        yield f"- `{re.split('[.:]', name)[1]}`: {sentence.removesuffix('.')}{more}."
+        own_name = name.partition(":")[2] or name.partition(".")[2]
+        yield f"- `{own_name}`: {sentence.removesuffix('.')}{more}."
 
 
 def _values() -> Iterator[str]:
-    for found in iter_modules(checks.__path__):
-        module = importlib.import_module(f"{checks.__name__}.{found.name}")
-        yield f"- **`{found.name}`**: {_first_sentence(module)}"
+    for module, looked_at in _VALUES.items():
+        yield f"- **`{module.__name__.rpartition('.')[2]}`**: {looked_at}"
         yield from (f"    {line}" for line in _functions(_checks_of(module)))
 
 

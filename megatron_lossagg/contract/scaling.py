@@ -11,8 +11,8 @@ average       / num_tokens, / M   mean over DP * CP  nothing                  M 
 per-token     nothing             sum                / sum of all num_tokens  N
 ============  ==================  =================  =======================  =======
 
-A step makes one: M is the caller's, DP CP is of ``groups.py``, N of the plan's totals, the loss
-scaling of ``live.py``. K is what a partial loss is multiplied by so that the step's gradient is the
+A step makes one: M is the caller's, DP CP and the loss scaling are of ``model.py``, N of the
+plan's totals. K is what a partial loss is multiplied by so that the step's gradient is the
 sum of the partial losses' gradients. Sources: ``schedules.forward_step_calc_loss``,
 ``DistributedDataParallel.__init__``, ``finalize_model_grads``.
 """

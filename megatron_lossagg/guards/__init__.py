@@ -1,11 +1,11 @@
-"""What each step checks: one file per guard, and the table of them all.
+"""What each step checks: the table of all guards.
 
-A guard costs its file, a line of this table, and its cases in ``tests/guards``: none of the
+A guard costs its class, a line of this table, and its cases in ``tests/guards``: none of the
 algebra's code. ``docs/reference/checks.md`` is printed from here and lists all that is checked.
 
-No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
-and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook, and
-``evaluation`` when ``mb.outputs`` is called. ``loss_graph`` belongs to ``Outcome``.
+No guards: ``before`` has the refusals before a step. ``frozen`` looks when a run and each step
+start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook. ``loss_graph``
+belongs to ``Outcome``.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _DOING = (
 
 @contextmanager
 def agreed() -> Iterator[Told]:
-    """Leave a block with the same on every rank of the world, or raise on all.
+    """Leave a block with the same Megatron-Core, options and aggregation on all ranks, or raise.
 
     ``own``: in words, what must be the same on all ranks.
     """
@@ -59,9 +59,9 @@ class _FrozenChunk:
 
 
 class Frozen:
-    """What construction froze, found once, so that a step compares no more than that.
+    """What building and wrapping a model froze of the loss scaling, and whether it still holds.
 
-    :meth:`of` walks every module of the chunks; :meth:`check` only what it found. A module
+    :meth:`of` walks every module of the chunks, once; :meth:`check` only what it found. A module
     that is added or replaced afterwards is not seen. Neither communicates.
     """
 

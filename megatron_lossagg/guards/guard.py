@@ -31,9 +31,9 @@ _NOT_SEEN = -1
 
 
 class SequenceTracker:
-    """Which of ``num_sequences`` arrived in which of ``num_microbatches``; pure integers.
+    """Whether each sequence and microbatch of a step arrived, and none of them twice.
 
-    ``is_rerunning``: whether the rerun machine repeats the step now.
+    Pure integers. ``is_rerunning``: whether the rerun machine repeats the step now.
     """
 
     def __init__(

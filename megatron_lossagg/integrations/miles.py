@@ -74,7 +74,7 @@ def check(args: Any) -> None:
     Logs on rank 0 what it saw: nothing is carried yet. The weights are carried in miles' rollout
     manager, so this process can only look at the argument that has :func:`carry_weights` called
     there, and warns if it is a function of your own. With weights that are carried, miles' loss
-    does not raise a denominator below 1 from here on (``_denominators.py``). No collective.
+    does not raise a denominator below 1 from here on (``_rollouts.py``). No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)) and getattr(args, "context_parallel_size", 1) > 1:

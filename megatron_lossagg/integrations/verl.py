@@ -11,7 +11,7 @@ policy losses under these names::
 another one of its policy losses, ``lossagg_<mode>_no_count_empty`` leaves empty samples out, and
 ``lossagg_<mode>_no_count_zero`` sequences whose ``loss_weight`` is 0. A
 prompt is a ``uid``, a sample a session of it, and a group its samples with one sign of the
-advantage (:class:`Trajectories`). KL, entropy and distillation have the policy's weights. The engine
+advantage. KL, entropy and distillation have the policy's weights. The engine
 is verl's Megatron engine, which plans each step itself; another engine refuses these names.
 
 verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them. While one runs,

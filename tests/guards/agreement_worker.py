@@ -14,7 +14,7 @@ from ranks import run_worker
 from benchmarks.counting import counted
 from megatron_lossagg.errors import ContractError, LayoutError, PlanError
 from megatron_lossagg.guards.frozen import agreed
-from megatron_lossagg.reduction import exchange
+from megatron_lossagg.reduction import exchange as waits
 from megatron_lossagg.reduction.exchange import together
 
 TIMEOUT = timedelta(seconds=1)
@@ -34,7 +34,7 @@ def tell(own, **options):
 
 def check_ranks_that_come_in_time_are_not_named():
     said = io.StringIO()
-    with patch.object(exchange, "PATIENCE", 20.0), contextlib.redirect_stderr(said):
+    with patch.object(waits, "PATIENCE", 20.0), contextlib.redirect_stderr(said):
         agree("the same")
         with pytest.raises(ContractError, match="rank 0 has mode 0, rank 1 has mode 1: start all"):
             agree(f"mode {dist.get_rank()}")
@@ -72,7 +72,7 @@ def said_of_a_late_rank(exchange):
     """Let the last rank come late to an exchange; returns what all ranks print."""
     said = io.StringIO()
     dist.barrier()
-    with patch.object(exchange, "PATIENCE", 1), contextlib.redirect_stderr(said):
+    with patch.object(waits, "PATIENCE", 1), contextlib.redirect_stderr(said):
         if dist.get_rank() == 2:  # the others begin, and it is in its model
             time.sleep(3)
         exchange()
@@ -86,7 +86,7 @@ def check_a_rank_that_comes_late_is_named_once_and_waited_for():
 
 def check_a_rank_that_waits_for_others_to_begin_a_step_says_so():
     def begins():
-        with together(dist.group.WORLD, exchange.to_begin(forward_only=False)):
+        with together(dist.group.WORLD, waits.to_begin(forward_only=False)):
             pass
 
     line = r"lossagg: rank [01] has waited 1 s for rank 2 to begin a training step; a step that.*"
@@ -100,12 +100,12 @@ def check_the_error_of_an_exchange_names_the_rank_that_never_came():  # the last
         return
     dist.distributed_c10d._set_pg_timeout(TIMEOUT, dist.group.WORLD)
     with (
-        patch.object(exchange, "PATIENCE", 0.5),
+        patch.object(waits, "PATIENCE", 0.5),
         pytest.raises(ContractError, match=r"^rank 2 did not come in time, expected every rank to"),
     ):
         agree("the same")
 
 
 if __name__ == "__main__":
-    with patch.object(exchange, "TICK", 0.05):
+    with patch.object(waits, "TICK", 0.05):
         run_worker(globals(), timeout=timedelta(seconds=60))

@@ -28,7 +28,7 @@ def reached(**found):
 
 
 def hooks_of(function):
-    """Return the hooks that ``_rebind.py`` put around a framework's schedule."""
+    """Return the hooks that ``_shared.py`` put around a framework's schedule."""
     from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
     held = [cell.cell_contents for cell in function.__closure__ or ()]

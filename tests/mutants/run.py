@@ -81,17 +81,19 @@ TABLE = [
 PURE_TESTS = {
     "reduction/integers": of("reduction", "integers", "layout"),
     "reduction/modes": of("reduction", "aggregation", "plan"),
-    "reduction/aliases": of("reduction", "aggregation"),
-    "reduction/aggregation": [*of("reduction", "aggregation", "plan"), "loop/test_flags"],
-    "reduction/layout": of("reduction", "layout", "reducer", "device_path"),
-    "reduction/exchange": [*of("reduction", "exchange"), *PLAN, *TOGETHER],
+    "reduction/aggregation": [
+        *of("reduction", "aggregation", "plan", "own_weights", "custom_reducer", "options"),
+        *(*of("reduction", "length_power"), "loop/test_flags"),
+    ],
+    "reduction/layout": of(
+        "reduction", "layout", "reducer", "device_path", "mask_checks", "not_finite"
+    ),
     "reduction/sequences": [
         *of("reduction", *PLANS, "counts", "integers", "sequence_columns", "left_out"),
         *("loop/test_buffer", *PLAN),
+        *of("reduction", *PLANS, "counts"),
     ],
-    "reduction/own_weights": of("reduction", "own_weights"),
     "reduction/faults": of("reduction", "step_faults", "not_finite"),
-    "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
     "reduction/microbatch": [
         *of("reduction", "mask_checks", "reducer", "not_finite", "partial_losses", "device_path"),
         *of("reduction", "token_weights", "custom_reducer"),
@@ -103,62 +105,46 @@ PURE_TESTS = {
     ],
     "reduction/table": TABLE,
     "reduction/weighted": TABLE,
-    "reduction/custom": of("reduction", "custom_reducer"),
-    "reduction/options": of("reduction", "options"),
     "reduction/step_state": [
         *of("reduction", "step_faults", "reducer", "not_finite"),
         *(*STEP, *AUDIT, *faults_of("Terms"), *LEGAL_STEPS),
     ],
-    "reduction/checks/aggregation": of("reduction", "aggregation", "length_power"),
-    "reduction/checks/arguments": of("reduction", "reducer", "layout", *PLANS, "token_weights"),
-    "reduction/checks/ids": of("reduction", *PLANS, "counts"),
-    "reduction/checks/lengths": of("reduction", "layout"),
-    "reduction/checks/losses": of("reduction", "reducer", "not_finite", "custom_reducer"),
-    "reduction/checks/mask": of("reduction", "mask_checks", "reducer", "device_path"),
-    "reduction/checks/positions": of("reduction", "positions"),
-    "reduction/checks/token_weights": of("reduction", "token_weights", "device_path"),
+    "reduction/checks": [
+        *of("reduction", "reducer", "layout", "token_weights", "not_finite", "custom_reducer"),
+        *of("reduction", "mask_checks", "device_path", "positions", *PLANS),
+    ],
     "contract/scaling": [*of("contract", "scaling"), "cli/test_explain"],
-    "contract/sequence_tracker": of("contract", "sequence_tracker"),
+    "guards/guard": of("contract", "sequence_tracker"),
     "contract/megatron_options": of("contract", "megatron_options"),
-    "contract/side_loss_scale": of("contract", "side_loss_scale"),
     "guards/refilled": of("loop", "buffer_memory"),
     "loop/flags": of("loop", "flags"),
-    "record/compare": of("cli", "diff"),
-    "record/step_record": [*of("record", "recorder"), "cli/test_diff"],
 }
 """Tests of one process, without Megatron, by the module's path."""
 LAUNCHED_TESTS = {
     "contract/outputs": [*of("contract", "outputs"), *STEP, *GRADIENTS],
-    "contract/groups": [*AGGREGATOR, *GRADIENTS],
-    "contract/live": AGGREGATOR,
+    "contract/model": [*AGGREGATOR, *GRADIENTS],
     "contract/finalize": [*FINALIZED, *faults_of("before"), *LEGAL_STEPS],
-    "contract/side_losses": AGGREGATOR,
-    "guards/agreement": [*AGGREGATOR, *TOGETHER],
+    "contract/side_losses": [*of("contract", "side_loss_scale"), *AGGREGATOR],
+    "guards/frozen": [*AGGREGATOR, *TOGETHER, *faults_of("before")],
     "guards/before": [*faults_of("before"), *STEP],
-    "guards/evaluation": LEGAL_STEPS,
-    "guards/finalized": [*FINALIZED, *LEGAL_INPUTS],
-    "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
-    "guards/frozen": [*AGGREGATOR, *faults_of("before")],
-    "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
-    "guards/gradient_buffers": [
-        *(*faults_of("GradientBuffers"), *LEGAL_STEPS),
-        *checks_of("guards/legal_runs_worker"),  # chunks that are wrapped anew
+    "guards/each_step": [
+        *(*LEGAL_STEPS, *LEGAL_INPUTS, *FINALIZED, *faults_of("Split", "Terms", "GradientBuffers")),
+        # chunks that are wrapped anew
+        *checks_of("guards/legal_runs_worker", "guards/ownership_worker"),
     ],
+    "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
+    "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
     "guards/loss_graph": [*of("guards", "loss_graph"), *checks_of("guards/outcome_worker")],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
-    "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
-    "guards/terms": [*faults_of("Terms"), *LEGAL_INPUTS],
     "loop/step": [
         *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
         *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
     ],
-    "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
+    "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS, *COUNTS],
     "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
-    "loop/framework": HOOK,
-    "loop/read_run": AGGREGATOR,
     "loop/schedule_hook": [*HOOK, *COMPARISON, *HOOKED_GRADIENTS],
-    "loop/begin": COUNTS,
-    "reduction/waiting": TOGETHER,
+    "reduction/exchange": [*of("reduction", "exchange"), *PLAN, *TOGETHER],
+    "record/step_record": [*of("record", "recorder"), "cli/test_diff"],
     "record/writer": RECORD,
 }
 """Tests that launch ranks, of Megatron but for one."""
