@@ -6,6 +6,7 @@ test. Rows: ``print_row``, which the test reads by ``rows_of``.
 
 import gc
 import json
+from pathlib import Path
 
 import torch.distributed as dist
 from check_runner import run_checks
@@ -21,6 +22,18 @@ def run_worker(namespace, *arguments, **options):
     begin(**options)
     run_checks(namespace, *arguments)
     gc.collect()  # caught errors hold frames, and these the group, whose threads end with it
+    dist.destroy_process_group()
+
+
+def each_layout(job):
+    """Join the ranks, and split them into each layout of a job that ``job_of`` has written."""
+    from megatron_lossagg.verify.job import read_job
+    from megatron_lossagg.verify.world import join_world, split_world
+
+    join_world()
+    for layout in read_job(Path(job)).layouts:
+        with split_world(layout):
+            yield layout
     dist.destroy_process_group()
 
 
