@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 from faults import FILES, LAYOUTS, rows_of
-from ranks import begin
-from training_steps import Training, each_told
+from ranks import begin, each_told
+from training_steps import Training
 
 from megatron_lossagg import LossAggregationError
 from megatron_lossagg.verify.world import split_world

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from faults import LAYOUTS, rows_of
 from guard_worker import each_row
-from ranks import begin
-from training_steps import Training, each_told
+from ranks import begin, each_told
+from training_steps import Training
 
 from megatron_lossagg import LossAggregationError, LossAggregator, Options
 from megatron_lossagg.reduction import faults
