@@ -7,6 +7,7 @@ A worker answers by lines. ``PASSED`` and ``FAILED``: of a check, by ``run_worke
 
 import gc
 import json
+import re
 from pathlib import Path
 
 import torch.distributed as dist
@@ -59,6 +60,15 @@ def messages_by_rank(call, *arguments, **options):
     """Call, and return the message of each rank's error; None where it raises none."""
     raised = raised_by_rank(call, *arguments, **options)
     return [one and one[1] for one in raised]
+
+
+def raised_everywhere(message, call, *arguments, **options):
+    """Assert that every rank raises the same PlanError; all compare before any of them fails."""
+    raised = raised_by_rank(call, *arguments, **options)
+    assert len(set(raised)) == 1, raised
+    assert raised[0] is not None
+    assert raised[0][0] == "PlanError", raised
+    assert re.search(message, raised[0][1]), raised
 
 
 def print_row(row, *, of_first=True):
