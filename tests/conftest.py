@@ -211,12 +211,15 @@ def launches():
     """Ask for it in a fixture that starts a process, for its tests to be marked ``launches``."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark the tests whose fixtures launch something: ``-m "not launches"`` leaves them out.
 
     A test that starts a process itself has the mark in its file. Tests that need an early launch
-    come last, and before them those that start a process: the others run next to both.
+    come last, and before them those that start a process: the others run next to both. Those of a
+    framework's newest main run only where they are asked for.
     """
+    if "newest" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("newest")]
     for item in items:
         if "launches" in item.fixturenames or early_functions(item):
             item.add_marker("launches")
