@@ -17,14 +17,32 @@ from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.parallelism import Parallelism as P
 
+
+def cases_named(*names):
+    """Return those of a verification that have these names."""
+    return tuple(case for case in CASES if str(case) in names)
+
+
 THREE = (
     Case(aggregation=Aggregation("token_mean")),
     Case(aggregation=Aggregation("prompt_mean")),
     Case(aggregation=Aggregation("constant", divisor=40.0)),
 )
 SOME = (*THREE, *(case for case in CASES if case.aggregation.count != "mask"))
-ALSO_REACHED = ("microbatch_token_mean", "own_weights", "sample_mean, sequence_weight")
-REACHED = (*SOME, *(case for case in CASES if str(case) in ALSO_REACHED))
+REACHED = (
+    *SOME,
+    *cases_named("microbatch_token_mean", "own_weights", "sample_mean, sequence_weight"),
+)
+HOOKED = cases_named(
+    "prompt_mean",
+    "sample_mean, count_empty=False",
+    "microbatch_token_mean",
+    "token_mean, count=weights",
+    "balanced",
+    "own_weights",
+    "sample_mean, sequence_weight",
+)
+"""`lossagg verify --hooked` runs all, on any layout."""
 OWN_COUNTS = (
     *dict.fromkeys(replace(case, leaves_out=True) for case in CASES),
     Case(
@@ -129,6 +147,21 @@ GRADIENTS = {
             P(pp=2, cp=2, mtp=True, float32=True),
             P(tp=2, cp=2, sequence_parallel=True, mtp=True, float32=True),
             *where(HAS_EINOPS, P(dp=4, distributed_optimizer=True, optimizer_instances=2)),
+        ),
+    ),
+    "hooked": Group(
+        "the schedule hook knows nothing of a mode: one with ids, microbatches, neither; and weights",
+        HOOKED,
+        (
+            P(dp=2, cp=2, hooked=True),
+            P(pp=2, cp=2, microbatches=1, hooked=True),
+            P(tp=2, sequence_parallel=True, hooked=True),
+            P(pp=2, vpp=3, microbatches=4, hooked=True),
+            P(cp=2, distributed_optimizer=True, hooked=True),
+            P(cp=2, packing="local", hooked=True),
+            # With the zigzag layout its gradient was off by 79 percent, silently.
+            P(cp=2, cp_partition="contiguous", packing="local", hooked=True),
+            P(dp=2, microbatches=(3, 5), hooked=True),
         ),
     ),
     "own counts": Group(
