@@ -150,7 +150,7 @@ GRADIENTS = {
         ),
     ),
     "hooked": Group(
-        "the schedule hook knows nothing of a mode: one with ids, microbatches, neither; and weights",
+        "the schedule hook knows nothing of a mode: with ids, microbatches, neither, and weights",
         HOOKED,
         (
             P(dp=2, cp=2, hooked=True),
