@@ -219,7 +219,9 @@ def pytest_collection_modifyitems(config, items):
     framework's newest main run only where they are asked for.
     """
     if "newest" not in config.option.markexpr:
-        items[:] = [item for item in items if not item.get_closest_marker("newest")]
+        newest = [item for item in items if item.get_closest_marker("newest")]
+        config.hook.pytest_deselected(items=newest)
+        items[:] = [item for item in items if item not in newest]
     for item in items:
         if "launches" in item.fixturenames or early_functions(item):
             item.add_marker("launches")
