@@ -50,7 +50,7 @@ test-frameworks: $(VENV)/installed
 # The newest main of Megatron-LM and of each framework; clones them, or CHECKOUTS=folder.
 .PHONY: test-newest
 test-newest: $(VENV)/installed
-	$(RUN) tests/newest.py $(if $(CHECKOUTS),--checkouts "$(CHECKOUTS)")
+	CHECKOUTS="$(CHECKOUTS)" $(RUN) -m pytest tests/docs/test_newest.py -m newest -rA
 
 # The scripts of launch/, those of launch/ci/ and `make gpu` among them; what needs Slurm, Ray or
 # another program skips where there is none.

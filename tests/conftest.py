@@ -81,14 +81,20 @@ def early(function):
     """Make a session fixture of a function without arguments that launches something.
 
     A thread calls it once the tests are collected, if one of them names the fixture: it runs
-    while the tests before that one do.
+    while the tests before that one do. A row of a table needs no fixture: ``mark.early(function)``
+    on the row, and ``result_of(function)`` in the test.
     """
 
     def fixture(launches):
-        return EARLY.result_of(function)
+        return result_of(function)
 
     fixture.begins = function
     return pytest.fixture(scope="session", name=function.__name__)(fixture)
+
+
+def result_of(function):
+    """Wait for what an early launch returns, in a test whose row is marked with it."""
+    return EARLY.result_of(function)
 
 
 def each_check(script, *, processes):
@@ -126,8 +132,8 @@ class Early:
         """Wait for what it returns."""
         if function not in self._begun:
             raise RuntimeError(
-                f"{function.__name__} was asked for while a test runs, which then waits for all of "
-                "it: name it in the arguments of the test or in pytest.mark.usefixtures"
+                f"{function} was asked for while a test runs, which then waits for all of "
+                "it: name it in the arguments of the test, in pytest.mark.usefixtures or .early"
             )
         return self._begun[function].result()
 
@@ -158,6 +164,8 @@ def pytest_collection_finish(session):
     if session.config.option.collectonly:
         return
     for item in session.items:
+        if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
+            continue
         for function in early_functions(item):
             EARLY.begin(function)
 
@@ -177,16 +185,20 @@ def _seeds():
     np.random.seed(0)
 
 
+def job_of(layouts, cases=()):
+    """Write layouts of one world size and cases for a worker; return the file's path."""
+    write_job(Job(layouts=layouts, cases=cases), file := new_folder() / "job")
+    return str(file)
+
+
 def proven(layouts, cases=CASES):
     """Run every case of layouts of one world size in both loss scalings; return the verdicts.
 
     The verdicts' keys are (layout, case, loss scaling).
     """
     job = Job(layouts=layouts, cases=cases)
-    folder = new_folder()
-    job_file, events = folder / "job", folder / "events.jsonl"
-    write_job(job, job_file)
-    command = ["-m", "megatron_lossagg.verify", str(job_file), str(events)]
+    events = new_folder() / "events.jsonl"
+    command = ["-m", "megatron_lossagg.verify", job_of(layouts, cases), str(events)]
     _printed(fork_server().launch(command, processes=job.world_size, timeout=600))
     reported = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in reported for v in event.get("verdicts", ())]
@@ -199,14 +211,19 @@ def launches():
     """Ask for it in a fixture that starts a process, for its tests to be marked ``launches``."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark the tests whose fixtures launch something: ``-m "not launches"`` leaves them out.
 
     A test that starts a process itself has the mark in its file. Tests that need an early launch
-    come last, and before them those that start a process: the others run next to both.
+    come last, and before them those that start a process: the others run next to both. Those of a
+    framework's newest main run only where they are asked for.
     """
+    if "newest" not in config.option.markexpr:
+        newest = [item for item in items if item.get_closest_marker("newest")]
+        config.hook.pytest_deselected(items=newest)
+        items[:] = [item for item in items if item not in newest]
     for item in items:
-        if "launches" in item.fixturenames:
+        if "launches" in item.fixturenames or early_functions(item):
             item.add_marker("launches")
     items.sort(
         key=lambda one: (bool(early_functions(one)), bool(one.get_closest_marker("launches")))
@@ -214,7 +231,8 @@ def pytest_collection_modifyitems(items):
 
 
 def early_functions(item):
-    """List the functions of the early fixtures that a test needs."""
+    """List the functions of the early fixtures and marks that a test needs."""
     definitions = item._fixtureinfo.name2fixturedefs.values()
     functions = [definition.func for same_name in definitions for definition in same_name]
-    return [function.begins for function in functions if hasattr(function, "begins")]
+    marked = [function for mark in item.iter_markers("early") for function in mark.args]
+    return marked + [function.begins for function in functions if hasattr(function, "begins")]

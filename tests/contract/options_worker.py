@@ -1,4 +1,4 @@
-"""What a checkout's own Megatron-Core has of the options, and what is refused of it; JSON.
+"""What a checkout's own Megatron-Core has of the options, and what is refused of it; a row.
 
 The checkout comes first on the path. Its development branches import triton, which nothing here
 calls: a stand-in takes its place.
@@ -7,7 +7,6 @@ calls: a stand-in takes its place.
 import dataclasses
 import importlib
 import itertools
-import json
 import typing
 
 import stand_ins
@@ -25,6 +24,7 @@ import megatron.core  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
+from ranks import print_row  # noqa: E402
 
 from megatron_lossagg import Layout  # noqa: E402
 from megatron_lossagg.contract.megatron_options import check_options  # noqa: E402
@@ -99,7 +99,7 @@ def main():
             "own": [sequence_of_each_token(r) for r in range(CP_SIZE)],
             "layout": [sequence_by_layout(r) for r in range(CP_SIZE)],
         }
-    print(json.dumps(found))
+    print_row(found)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The table of Megatron's options: what it refuses, what it says, and whether it is true."""
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 from conftest import TESTS
 from frameworks import checkout_of, lacks
 from option_releases import missing_or_early, table
+from ranks import rows_of
 
 from megatron_lossagg.contract.megatron_options import OPTIONS, check_options
 from megatron_lossagg.errors import ContractError
@@ -31,10 +31,6 @@ HARMLESS = {
     "_cpu_offloading_context",
 }
 """Fields of options that the table refuses already, and those that only sound like it."""
-
-
-def found_by(out):
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 REFUSED_BY_ITS_CLASS = {"Megatron-FSDP", "torch FSDP2", "MimoModel"}
@@ -91,7 +87,7 @@ def worker_of(framework):
     command = [sys.executable, str(TESTS / "contract" / "options_worker.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = found_by(done.stdout)
+    (found,) = rows_of(done.stdout)
     assert str(checkout) in found["file"]
     return found
 

@@ -1,12 +1,11 @@
 """What the tests of ``megatron_lossagg.cpu`` run on each rank; ``test_cpu_model.py`` launches it.
 
-``cpu_worker.py DIRECTORY`` prints one JSON object, from rank 0. The one-process run leaves its
+``cpu_worker.py DIRECTORY`` prints one row. The one-process run leaves its
 logits in DIRECTORY, with which the run on two compares.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ import cpu_needed_checks
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from ranks import begin, print_row
 from stock_step import run_of, stock_model, stock_step
 
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -74,12 +74,11 @@ def train_step(layout, chunks, batches, optimizer):
 
 
 def main(directory):
-    dist.init_process_group("gloo")
+    begin()
     scenarios = {"train": train, "attention": cpu_attention_checks.run}
     scenarios["needed"] = cpu_needed_checks.run  # last: what fails leaves messages unreceived
     reports = {name: run(Path(directory)) for name, run in scenarios.items()}
-    if dist.get_rank() == 0:
-        print(json.dumps(reports), flush=True)
+    print_row(reports)
     os._exit(0)  # A check that fails on purpose leaves gloo waiting for its peers.
 
 

@@ -6,12 +6,12 @@ That loss and gradient are those of one process is ``tests/megatron/test_gradien
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from typing import Any
 
 import pytest
 from conftest import RELEASE, early, launched, new_folder
+from ranks import rows_of
 
 from megatron_lossagg.cpu.stand_ins import STAND_INS
 
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(
 @early
 def reports() -> dict[int, dict[str, Any]]:
     folder = new_folder()
-    return {n: json.loads(launched("cpu/cpu_worker.py", folder, processes=n)) for n in (1, 2)}
+    printed = {n: launched("cpu/cpu_worker.py", folder, processes=n) for n in (1, 2)}
+    return {n: rows_of(out)[0] for n, out in printed.items()}
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2 sharded", "cp2 sharded", "pp2"])

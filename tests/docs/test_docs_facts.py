@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reducing import a_step
+from steps import a_step
 
 import megatron_lossagg
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step

@@ -1,9 +1,13 @@
-"""``tests/newest.py`` sees a name that a framework has renamed, and no other."""
+"""``newest.py`` sees a name that a framework has renamed, and no other; and the newest mains do.
+
+``make test-newest`` runs what is marked ``newest``, for each framework.
+"""
 
 import ast
 
 import newest
 import pytest
+import ran
 
 from megatron_lossagg.verify.drivers.runs import FRAMEWORKS
 
@@ -82,4 +86,39 @@ WRONG_CASE = {"verdicts": [{"passed": False, "case": "a", "explanation": "b"}]}
 )
 def test_only_a_verification_that_could_not_run_may_say_nothing(monkeypatch, report, is_good):
     monkeypatch.setattr(newest, "verify", lambda *_: {"line": "", **report})
-    assert newest.verified("verl", newest.ROOT, [])[0] == is_good
+    failed, _ = newest.verified("verl", newest.ROOT)
+    assert (not failed) == is_good
+
+
+@pytest.fixture
+def checkout(name):
+    found = newest.checkout_of(newest.NEWEST[name])
+    if found is None:
+        pytest.skip(f"no {newest.NEWEST[name].folder} in CHECKOUTS")
+    return found
+
+
+def names_in(name, checkout):
+    """Return the names that are used of a framework, and those that its checkout lacks."""
+    of = newest.NEWEST[name]
+    wanted = sorted(newest.names_of(of.packages) - newest.ELSEWHERE.keys())
+    return wanted, [path for path in wanted if not newest.has(checkout / of.source, path)]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", newest.NEWEST)
+def test_the_newest_main_has_every_name_that_is_used(name, checkout):
+    wanted, missing = names_in(name, checkout)
+    assert wanted
+    assert {path: newest.where(path) for path in missing} == {}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", [name for name in newest.NEWEST if name in FRAMEWORKS])
+def test_the_newest_main_trains_the_configured_loss(name, checkout):
+    failed, line = newest.verified(name, checkout)
+    if commit := newest.commit_of(checkout):
+        wanted, missing = names_in(name, checkout)
+        names = f"{len(wanted) - len(missing)} of {len(wanted)}"
+        ran.write("newest", name, commit, names, line)
+    assert not failed, line

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from ranks import print_row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "drgrpo"))
 
@@ -83,7 +84,7 @@ def runs_are_refused():
             with globals().get(name, lambda flags: nullcontext())(flags):
                 train.train(train.parse_args(flags))
         except Exception as error:
-            print("REFUSED", json.dumps([name, f"{type(error).__name__}: {error}"]), flush=True)
+            print_row([name, f"{type(error).__name__}: {error}"], of_first=False)
     train.stop_processes()
     sys.exit()
 

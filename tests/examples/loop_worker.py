@@ -1,6 +1,5 @@
-"""The first step of examples/loop.py by loops over texts, on one process; prints it as JSON."""
+"""The first step of examples/loop.py by loops over texts, on one process; prints it as a row."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from ranks import begin, print_row
 from torch.nn.functional import cross_entropy
 
-dist.init_process_group("gloo")
+begin()
 parallel_state.initialize_model_parallel()
 model_parallel_cuda_manual_seed(1)
 gpt = loop.build(1).module
@@ -26,5 +26,5 @@ for token, mask in loop.draw(0):
 loss = sum(means) / len(means)
 gradients = torch.autograd.grad(loss, parameters)
 norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-print(json.dumps([loss.item(), norm.item()]))
+print_row([loss.item(), norm.item()])
 dist.destroy_process_group()

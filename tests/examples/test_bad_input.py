@@ -11,6 +11,7 @@ import time
 
 import pytest
 from conftest import TESTS, fork_server
+from ranks import rows_of
 
 for package in ("tensorboard", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -73,7 +74,7 @@ def refused(recorded, tmp_path_factory):
     file.write_text(json.dumps(runs))
     done = run_example(["runs_are_refused", "--", file], script=DRIVE)
     assert done.returncode == 0, done.stdout + done.stderr
-    raised = [json.loads(line) for line in re.findall(r"^REFUSED (.*)$", done.stdout, re.M)]
+    raised = rows_of(done.stdout)
     return folder, {name: [words for n, words in raised if n == name] for name in runs}
 
 

@@ -1,10 +1,10 @@
 """examples/loop.py trains the mean over texts of their token means, however they are laid out."""
 
-import json
 import re
 
 import pytest
 from conftest import TESTS, early, launched
+from ranks import rows_of
 
 ROOT = TESTS.parent
 LAYOUTS = [("--cp", cp, *kind) for cp in (1, 2) for kind in ((), ("--unpacked",))]
@@ -21,7 +21,8 @@ def steps_of_layouts():
 
 @early
 def first_by_hand():
-    return json.loads(launched("examples/loop_worker.py", processes=1).splitlines()[-1])
+    (row,) = rows_of(launched("examples/loop_worker.py", processes=1))
+    return row
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from audit_cases import own
 from check_runner import run_checks
-from fault_row import LAYOUTS
+from faults import LAYOUTS
 from legal_worker import same
 from megatron.core import parallel_state
 from ranks import begin, of_ranks

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 
 import pytest
 from audit_cases import LAYOUTS, cases_of
-from ranks import begin
-from training_steps import Training, each_told, returning
+from ranks import begin, each_told
+from training_steps import Training, returning
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.outcome import WeighedSteps

@@ -1,4 +1,4 @@
-"""Runs each program of ``fault_table.py``; prints whether it ended with its row's message.
+"""Runs each program of ``faults.FILES``; prints whether it ended with its row's message.
 
 ``guard_worker.py STRATEGY``: on Megatron-FSDP, which shards gradients.
 """
@@ -9,26 +9,14 @@ import re
 import sys
 from dataclasses import replace
 
-import accumulation_programs
-import deferred_programs
-import fault_programs
 import pytest
-import running_fault_programs
 import torch.distributed as dist
-from fault_table import LAYOUTS, ROWS
-from ranks import begin
-from training_steps import Training, each_told
+from faults import FILES, LAYOUTS, rows_of
+from ranks import begin, each_told
+from training_steps import Training
 
 from megatron_lossagg import LossAggregationError
 from megatron_lossagg.verify.world import split_world
-
-PROGRAMS = {
-    **vars(fault_programs),
-    **vars(running_fault_programs),
-    **vars(accumulation_programs),
-    **vars(deferred_programs),
-}
-
 
 OF_DDP = {"scaled_bucket", "overlap_with", "backward_twice"}
 """``loop/engine_worker.py`` has the like of two; a second backward pass stock ends by itself."""
@@ -50,16 +38,17 @@ def on_fsdp(strategy):
         if layout.pp * layout.tp * layout.ep == 1 and not layout.bf16
     }
     rows = []
-    for row in ROWS:
-        if row.layout in layouts and row.program not in OF_DDP and row.guard not in OF_NO_ENGINE:
-            is_before = row.program in ACCUMULATED or row.program.startswith("accumul")
+    for row in rows_of(*FILES):
+        program = row.program.__name__
+        if row.layout in layouts and program not in OF_DDP and row.guard not in OF_NO_ENGINE:
+            is_before = program in ACCUMULATED or program.startswith("accumul")
             rows.append(replace(row, message=REFUSED) if is_before else row)
     return rows, layouts
 
 
 def check(layouts, row):
     training = Training(layouts[row.layout], per_token=row.per_token)
-    program = functools.partial(PROGRAMS[row.program], training, *row.arguments)
+    program = functools.partial(row.program, training, *row.arguments)
     if dist.get_rank() not in row.ranks:
         program()
         return
@@ -67,13 +56,19 @@ def check(layouts, row):
         program()
 
 
-def main(rows=ROWS, layouts=LAYOUTS):
-    begin()
+def each_row(rows, check, layouts=LAYOUTS):
+    """Check the rows of each layout on its groups."""
     in_order = sorted(rows, key=lambda row: row.layout)
     for layout, rows in itertools.groupby(in_order, lambda row: row.layout):
         with split_world(layouts[layout]):
             for row in rows:
-                each_told(str(row), functools.partial(check, layouts, row))
+                each_told(str(row), functools.partial(check, row))
+
+
+def main(rows=None, layouts=LAYOUTS):
+    begin()
+    rows = rows_of(*FILES) if rows is None else rows
+    each_row(rows, functools.partial(check, layouts), layouts)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from audit_cases import own
 from check_runner import run_checks
-from fault_table import LAYOUTS
+from faults import LAYOUTS
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from packaging.version import Version

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from step_facts import a_chunk, groups_of
+from steps import a_chunk, groups_of
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.before import Asked, RunFacts, early_reduction

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import each_check
 from device_double import DeviceDouble
-from step_facts import facts_of
+from steps import facts_of
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError

@@ -6,9 +6,7 @@ from unittest.mock import patch
 
 import stock_step  # installs the stand-ins
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from ranks import of_ranks
 
 from megatron_lossagg import LossAggregator, Sequences, plan_step
 from megatron_lossagg.reduction.aggregation import Options
@@ -162,19 +160,6 @@ def returning(term, **declared):
 
 
 right = returning(lambda mb, x: mb.reduce(x))
-
-
-def each_told(name, run):
-    """Call ``run`` on every rank; the first prints whether it passed on all."""
-    fault = ""
-    try:
-        run()
-    except BaseException as error:  # pytest's own are not Exceptions
-        fault = f"{type(error).__name__}: {error}"
-    faults = of_ranks(fault)
-    if dist.get_rank() == 0:
-        failed = " ".join(f"[rank {rank}] {one}" for rank, one in enumerate(faults) if one)
-        print(f"FAILED {name}: {failed}" if failed else f"PASSED {name}", flush=True)
 
 
 def changing(change):

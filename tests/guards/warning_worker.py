@@ -1,17 +1,16 @@
 """Runs each fault of a running step under ``guards="warn"``; says whether it trains on, warned."""
 
 import functools
-import itertools
 import re
 import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
-from fault_table import IN_A_STEP, LAYOUTS
-from guard_worker import PROGRAMS
-from ranks import begin
-from training_steps import Training, each_told
+from faults import LAYOUTS, rows_of
+from guard_worker import each_row
+from ranks import begin, each_told
+from training_steps import Training
 
 from megatron_lossagg import LossAggregationError, LossAggregator, Options
 from megatron_lossagg.reduction import faults
@@ -38,7 +37,7 @@ def check(row):
         warnings.simplefilter("always")
         error = LossAggregationError if row.guard == "Split" else STAYS.get(row.fault)
         with nullcontext() if error is None else pytest.raises(error):
-            PROGRAMS[row.program](training, *row.arguments)
+            row.program(training, *row.arguments)
     if error is not None:
         return
     found = [str(one.message) for one in caught if "guards warn" in str(one.message)]
@@ -47,15 +46,15 @@ def check(row):
     assert len({one.split(":")[0] for one in found}) == len(found)
 
 
+def check_alone(row):
+    faults._warned.clear()
+    check(row)
+
+
 def main():
     begin()
-    kept = [row for row in IN_A_STEP if not row.fault.endswith(OTHERS)]
-    in_order = sorted(kept, key=lambda row: row.layout)
-    for layout, rows in itertools.groupby(in_order, lambda row: row.layout):
-        with split_world(LAYOUTS[layout]):
-            for row in rows:
-                faults._warned.clear()
-                each_told(str(row), functools.partial(check, row))
+    kept = [row for row in rows_of("faults_in_a_step") if not row.fault.endswith(OTHERS)]
+    each_row(kept, check_alone)
     faults._warned.clear()  # and not between them
     for row in [row for row in kept if row.fault in OF_ONE_GUARD]:
         with split_world(LAYOUTS[row.layout]):

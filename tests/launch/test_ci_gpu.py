@@ -123,7 +123,7 @@ PARTITION = f'<testcase name="{NAME}[2]">'
     ],
 )
 def test_the_partition_is_judged_by_its_own_tests(tmp_path, case, passed, verdict, partition):
-    assert f"def {NAME}(" in (TESTS / "megatron" / "test_cp_variants.py").read_text()
+    assert f"def {NAME}(" in (TESTS / "megatron" / "test_stock.py").read_text()
     found = gpu_parts.tests_of(junit_of(tmp_path, case), passed=passed)
     assert (found["verdict"], found["partition"]) == (verdict, partition)
 

@@ -2,13 +2,17 @@
 
 import pytest
 import torch.distributed as dist
-from planning import TOKEN_MEAN, lengths, raised_everywhere
-from ranks import run_worker
+from ranks import raised_everywhere, run_worker
+from steps import TOKEN_MEAN
 
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.loop.buffer import StepBuffer
+
+
+def lengths(sequences):
+    return [len(sequence) for sequence in sequences]
 
 
 def check_tensor_parallel_ranks_without_data_plan_the_same_step():

@@ -2,12 +2,11 @@
 
 ``python fault_worker.py FAULT``, run under torch.distributed.run. ``killed LAYOUT FILE``: the last
 rank kills itself in loss_func of its second microbatch and leaves the time in FILE.
-``unwatched FOLDER``, on one process: ranks that no launcher watches lose one; one JSON line per
-loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core does wrong by itself;
-one JSON line per fault.
+``unwatched FOLDER``, on one process: ranks that no launcher watches lose one; a row per loss.
+``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core does wrong by itself; a row
+per fault.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import print_row
+from ranks import begin, print_row
 from stock_step import gradients, run_of, stock_model, stock_step
 
 import megatron_lossagg.cpu as cpu
@@ -71,7 +70,7 @@ def our_step(run, meddle, *, main=1):
 
 
 def killed(name, file):
-    dist.init_process_group("gloo")
+    begin()
     train(LAYOUTS[name], losing_the_last_rank(signal.SIGKILL, Path(file)))
 
 
@@ -103,7 +102,7 @@ def unwatched(folder):
             rank.kill()
             rank.join()
         outcome = {"lost": name, "ended": ended, "other": ranks[1].exitcode, "seconds": seconds}
-        print(json.dumps(outcome), flush=True)
+        print_row(outcome)
 
 
 def lone_rank(rank, meeting_folder, layout, by):
@@ -112,7 +111,7 @@ def lone_rank(rank, meeting_folder, layout, by):
         "rank": rank,
         "world_size": layout.world_size,
     }
-    dist.init_process_group("gloo", **meet)
+    begin(**meet)
     train(layout, losing_the_last_rank(by, meeting_folder / "time"), timeout=timedelta(seconds=10))
 
 
@@ -134,10 +133,10 @@ def nan():
             "sequence": batch.sequences[segment],
         }
         where |= {"token": position - offsets[segment], "time": time.time()}
-        print(json.dumps(where), flush=True)
+        print_row(where, of_first=False)
         return losses.index_fill(0, torch.tensor([index]), torch.nan)
 
-    dist.init_process_group("gloo")
+    begin()
     train(layout, meddle)
 
 
@@ -251,7 +250,7 @@ STOCK = {
 
 
 def stock():
-    dist.init_process_group("gloo")
+    begin()
     for fault, layout in STOCK.items():
         with split_world(layout):
             found = fault(layout)

@@ -4,67 +4,29 @@ An evaluation of the calls as steps reports the mode's loss over all of them.
 """
 
 import pytest
-from conftest import early, launched, new_folder
+from conftest import early, job_of, launched
+from layouts import DEFERRED, FIRST, OF_A_TOTAL
 from ranks import rows_of
 
-from megatron_lossagg import Aggregation
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.job import LOSS_SCALINGS, Job, write_job
-from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
-
-TWO = [
-    Parallelism(dp=2, microbatches=2),
-    Parallelism(dp=2, microbatches=(1, 3)),
-    Parallelism(dp=2, microbatches=2, overlap_grad_reduce=True),
-    Parallelism(dp=2, microbatches=2, overlap_grad_reduce=True, distributed_optimizer=True),
-    Parallelism(dp=2, microbatches=2, distributed_optimizer=True, average_in_collective=True),
-    Parallelism(cp=2, microbatches=2),
-    Parallelism(tp=2, sequence_parallel=True, microbatches=2),
-    Parallelism(pp=2, microbatches=2),
-    Parallelism(pp=2, vpp=2, microbatches=2, overlap_grad_reduce=True),
-    Parallelism(dp=2, ep=2, moe=True, microbatches=2),
-    Parallelism(dp=2, mtp=True, float32=True, microbatches=2),
-]
-FOUR = [
-    Parallelism(
-        dp=2,
-        tp=2,
-        sequence_parallel=True,
-        microbatches=2,
-        overlap_grad_reduce=True,
-        distributed_optimizer=True,
-    ),
-    Parallelism(cp=2, pp=2, microbatches=2),
-]
-FIRST = [Aggregation("token_mean"), Aggregation("sample_mean"), Aggregation("constant", divisor=40)]
-MORE = [
-    case
-    for case in CASES
-    if MODES[case.aggregation.mode].total
-    and (case.aggregation not in FIRST or case.weighs_sequences)
-    and (case.second is None or case.second.total == case.aggregation.total)
-]
-TERMS = Case(aggregation=Aggregation("sample_mean"), second=Aggregation("sample_sum"))
-LEFT_OUT = Case(aggregation=Aggregation("sample_mean"), leaves_out=True)
-OF_ALL = [Case(aggregation=one) for one in FIRST]
-OF_ONE = [*OF_ALL, *MORE, TERMS, LEFT_OUT]
+from megatron_lossagg.verify.job import LOSS_SCALINGS
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 
 
 def run(layouts, cases):
-    write_job(Job(layouts=layouts, cases=cases), file := new_folder() / "job")
-    out = launched("megatron/deferred_worker.py", file, processes=layouts[0].world_size)
+    job, processes = job_of(layouts, cases), layouts[0].world_size
+    out = launched("megatron/deferred_worker.py", job, processes=processes)
     return {tuple(key): (errors, tolerance) for key, errors, tolerance in rows_of(out)}
 
 
 @early
 def of_two_ranks():
-    return run(TWO, OF_ONE)
+    return run(DEFERRED[2], OF_A_TOTAL)
 
 
 @early
 def of_four_ranks():
-    return run(FOUR, OF_ALL)
+    return run(DEFERRED[4], FIRST)
 
 
 def has_side(layout, loss_scaling):
@@ -74,7 +36,7 @@ def has_side(layout, loss_scaling):
 
 def is_exact(layout, loss_scaling, case):
     """Whether side losses, where there are some, allow it."""
-    return not has_side(layout, loss_scaling) or (loss_scaling == "per_token" and case is OF_ALL[0])
+    return not has_side(layout, loss_scaling) or (loss_scaling == "per_token" and case is FIRST[0])
 
 
 def check(found, key):
@@ -92,17 +54,17 @@ def check_evaluated(found, key):
 
 
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-@pytest.mark.parametrize("case", OF_ONE, ids=str)
+@pytest.mark.parametrize("case", OF_A_TOTAL, ids=str)
 def test_the_gradient_of_all_calls_is_that_of_the_mode(of_two_ranks, case, loss_scaling):
-    check(of_two_ranks, (str(TWO[0]), loss_scaling, str(case)))
+    check(of_two_ranks, (str(DEFERRED[2][0]), loss_scaling, str(case)))
 
 
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-@pytest.mark.parametrize("case", OF_ALL, ids=str)
+@pytest.mark.parametrize("case", FIRST, ids=str)
 def test_a_total_that_is_passed_divides_in_place_of_the_counted_one(
     of_two_ranks, case, loss_scaling
 ):
-    check(of_two_ranks, (str(TWO[0]), loss_scaling, f"{case} / 50"))
+    check(of_two_ranks, (str(DEFERRED[2][0]), loss_scaling, f"{case} / 50"))
 
 
 def on_each(layouts):
@@ -112,7 +74,7 @@ def on_each(layouts):
             (layout, scaling, case)
             for layout in layouts
             for scaling in LOSS_SCALINGS
-            for case in OF_ALL
+            for case in FIRST
             if is_exact(layout, scaling, case)
         ],
         ids=str,
@@ -125,14 +87,14 @@ def check_of_layout(found, layout, loss_scaling, case):
     assert ("side" in found[key][0]) == has_side(layout, loss_scaling)
 
 
-@on_each(TWO[1:])
+@on_each(DEFERRED[2][1:])
 def test_the_gradient_does_not_depend_on_the_layout_of_two_ranks(
     of_two_ranks, layout, loss_scaling, case
 ):
     check_of_layout(of_two_ranks, layout, loss_scaling, case)
 
 
-@on_each(FOUR)
+@on_each(DEFERRED[4])
 def test_the_gradient_does_not_depend_on_the_layout_of_four_ranks(
     of_four_ranks, layout, loss_scaling, case
 ):
@@ -140,21 +102,21 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four_ranks(
 
 
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-@pytest.mark.parametrize("case", OF_ONE, ids=str)
+@pytest.mark.parametrize("case", OF_A_TOTAL, ids=str)
 def test_an_evaluation_in_steps_reports_the_modes_loss_over_all_of_them(
     of_two_ranks, case, loss_scaling
 ):
-    check_evaluated(of_two_ranks, (str(TWO[0]), loss_scaling, str(case)))
+    check_evaluated(of_two_ranks, (str(DEFERRED[2][0]), loss_scaling, str(case)))
 
 
-@on_each([*TWO[1:], *FOUR])
+@on_each([*DEFERRED[2][1:], *DEFERRED[4]])
 def test_an_evaluations_loss_does_not_depend_on_the_layout(
     of_two_ranks, of_four_ranks, layout, loss_scaling, case
 ):
-    found = of_two_ranks if layout in TWO else of_four_ranks
+    found = of_two_ranks if layout in DEFERRED[2] else of_four_ranks
     check_evaluated(found, (str(layout), loss_scaling, str(case)))
 
 
 def test_every_mode_with_a_total_is_trained():
-    trained = {case.aggregation.mode for case in OF_ONE}
+    trained = {case.aggregation.mode for case in OF_A_TOTAL}
     assert trained == {name for name, mode in MODES.items() if mode.total}

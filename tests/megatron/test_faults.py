@@ -5,7 +5,6 @@ aggregator refuses or leaves unchanged, and why: when one of these fails after a
 been fixed, and the refusal or workaround can go.
 """
 
-import json
 import time
 from collections import ChainMap
 from pathlib import Path
@@ -41,7 +40,7 @@ def unwatched():
     """Run ranks without a launcher; return how the first ended after the second was lost."""
     out = launched("megatron/fault_worker.py", "unwatched", new_folder(), processes=1)
     assert THROUGH not in out
-    return {outcome["lost"]: outcome for outcome in map(json.loads, out.splitlines())}
+    return {outcome["lost"]: outcome for outcome in rows_of(out)}
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -58,7 +57,7 @@ def test_a_nan_loss_is_named_by_rank_microbatch_sequence_and_token_and_ends_the_
     done = fork_server().launch([str(WORKER), "nan"], processes=4, timeout=300)
     assert THROUGH not in done.stdout
     assert done.stdout, done.stderr[-4000:]
-    (outcome,) = map(json.loads, done.stdout.splitlines())
+    (outcome,) = rows_of(done.stdout)
     assert time.time() - outcome["time"] < SECONDS
     assert done.returncode != 0
     sequences = ", ".join(map(str, outcome["sequences"]))

@@ -4,11 +4,9 @@
 benchmarks/README.md.
 """
 
-import json
-
 import pytest
 from conftest import early, launched, new_folder
-from lost_rank_worker import TIMEOUT
+from ranks import rows_of
 
 from benchmarks.scale_report import NO_IDS, WITH_IDS
 
@@ -20,30 +18,28 @@ BUSY = 0.5
 """Seconds by which a wait may be shorter than the group's timeout."""
 
 
-def found(check, processes=1):
-    out = launched("megatron/scale_worker.py", check, processes=processes)
-    return [json.loads(line[5:]) for line in out.splitlines() if line.startswith("FOUND")]
+TIMEOUT = 5
+"""Of the group, in seconds; ``scale_worker.py`` sets it."""
+
+
+def found(*arguments, processes=1):
+    return rows_of(launched("megatron/scale_worker.py", *arguments, processes=processes))
 
 
 @early
 def costs():
-    return found("costs")[0]
-
-
-def of_case(case):
-    folder = new_folder()
-    launched("loop/lost_rank_worker.py", folder, case, processes=PROCESSES)
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    (row,) = found("costs")
+    return row
 
 
 @early
 def silent():
-    return of_case("silent")
+    return found("silent", new_folder(), processes=PROCESSES)
 
 
 @early
 def lost():
-    return of_case("lost")
+    return found("lost", new_folder(), processes=PROCESSES)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +71,15 @@ def test_ranks_in_threads_that_plan_another_step_than_one_process_are_found():
 
 
 def test_a_rank_that_ends_makes_the_others_raise_in_plan_step_at_once(lost):
-    assert list(lost) == ["0", "2", "3"]
-    for rank in lost.values():
-        assert "peer" in rank["error"]
-        assert rank["seconds"] < TIMEOUT.total_seconds()
+    assert [of["rank"] for of in lost] == [0, 2, 3]
+    for of in lost:
+        assert "peer" in of["error"]
+        assert of["seconds"] < TIMEOUT
 
 
 def test_a_rank_that_hangs_makes_the_others_raise_after_the_groups_timeout(silent):
-    assert list(silent) == ["0", "2", "3"]
-    for rank in silent.values():
-        assert rank["seconds"] > TIMEOUT.total_seconds() - BUSY
+    assert [of["rank"] for of in silent] == [0, 2, 3]
+    for of in silent:
+        assert of["seconds"] > TIMEOUT - BUSY
     # The first that gives up closes its connections to the rest.
-    assert any("Timed out" in rank["error"] for rank in silent.values())
+    assert any("Timed out" in of["error"] for of in silent)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from step_facts import groups_of
 from step_record import a_step
+from steps import groups_of
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.contract.scaling import Scaling

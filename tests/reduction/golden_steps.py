@@ -14,9 +14,7 @@ import json
 import platform
 import random
 import sys
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -25,7 +23,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
-from simulated_step import Threads
+from steps import Threads, in_threads
 
 from megatron_lossagg import Aggregation, Options, Sequences, StepTotals
 from megatron_lossagg.errors import LossAggregationError
@@ -259,16 +257,15 @@ class Ranks(Threads):
 def result_of(seed):
     """Plan a step on all of its ranks at once."""
     calls, aggregations, totals, has_group = a_step(seed)
-    barrier, slots = threading.Barrier(len(calls)), [None] * len(calls)
 
-    def work(rank):
+    def work(rank, group):
         call = dict(calls[rank])
         call["sequences"] = Sequences(**call["sequences"])
         call["options"] = Options(**call["options"])
         if totals:
             call["totals"] = StepTotals(**totals)
         if has_group and len(calls) > 1:
-            call["group"] = (rank, barrier, slots)
+            call["group"] = group
         try:
             plan = plans.plan_step(**call)
         except LossAggregationError as error:
@@ -279,8 +276,7 @@ def result_of(seed):
         counted = [str(plan.counted), *plan.counted.values()]
         return [known, counted, *(of_plan(plan, one) for one in aggregations)]
 
-    with ThreadPoolExecutor(len(calls)) as ranks:
-        results = list(ranks.map(work, range(len(calls))))
+    results = in_threads(work, len(calls))
     drawn = hashlib.sha256(repr((calls, totals, has_group)).encode()).hexdigest()[:12]
     # What is the same on all ranks is said once.
     if all(result == results[0] for result in results):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from planning import TOKEN_MEAN, of, planned, raised_everywhere, refused_everywhere
-from ranks import run_worker
+from ranks import raised_everywhere, run_worker
+from steps import TOKEN_MEAN, planned
 
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
@@ -25,6 +25,15 @@ def fails_on_one_rank(counts):
 def differs_on_one_rank(counts):
     """Weights whose sum is the same, as is that of their products with 0, 1, 2, ..."""
     return 2 + (dist.get_rank() == 1) * np.resize([0.1, -0.2, 0.1, 0.0], len(counts.n_s))
+
+
+def of(**sequences):
+    return TOKEN_MEAN, Sequences(**sequences)
+
+
+def refused_everywhere(message, aggregation, sequences):
+    """Assert that every rank refuses to plan, with the same message."""
+    raised_everywhere(message, plan_step, aggregation, sequences, group=dist.group.WORLD)
 
 
 REFUSED = {

@@ -11,10 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from aggregations import AGGREGATIONS, ANY_LAYOUT
-from planning import TOKEN_MEAN, planned
 from ranks import run_worker
-from step_data import assign, make_sequences
+from steps import (
+    AGGREGATIONS,
+    ANY_LAYOUT,
+    TOKEN_MEAN,
+    assign,
+    make_sequences,
+    planned,
+    sequences_of,
+)
 
 from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
@@ -34,15 +40,9 @@ def assigned(m, **leave_out):
     sequences = make_sequences()
     keys = assign(sequences, [m] * dist.get_world_size())
     indices = sequences_of_this_rank(sequences, keys)
-    fields = {
-        "sample": [sequences[i]["sample"] for i in indices],
-        "prompt": [sequences[i]["prompt"] for i in indices],
-        "group": [sequences[i]["group"] for i in indices],
-        "microbatch": [keys[i][1] for i in indices],
-    }
-    fields = {name: value for name, value in fields.items() if name not in leave_out}
-    counts = [sum(sequences[i]["counted"]) for i in indices]
-    return sequences, keys, indices, Sequences(active_tokens=counts, num_microbatches=m, **fields)
+    given = {"microbatch": [keys[i][1] for i in indices], "num_microbatches": m}
+    given |= dict.fromkeys(leave_out)
+    return sequences, keys, indices, sequences_of([sequences[i] for i in indices], **given)
 
 
 def check_weights_are_the_references_over_ranks():

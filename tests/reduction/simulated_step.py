@@ -4,18 +4,13 @@ Ranks plan together in threads, partial losses go through ``Microbatch.outputs``
 through Megatron's arithmetic as written in ``docs/megatron-contract.md``.
 """
 
-import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
-from aggregations import ANY_LAYOUT
-from reducing import a_step
+from steps import ANY_LAYOUT, a_step, in_threads, sequences_of
 
-from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg import Aggregation, Layout, plan_step
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.step_data import zigzag
 
@@ -27,32 +22,6 @@ MODES = {
     }
     for aggregation in ANY_LAYOUT.values()
 }
-
-
-class Threads(Exchange):
-    """All-gathers between threads; the group is ``(rank, barrier, slots)``."""
-
-    @property
-    def size(self):
-        return 1 if self.group is None else len(self.group[2])
-
-    @property
-    def rank(self):
-        return 0 if self.group is None else self.group[0]
-
-    @property
-    def ranks(self):
-        return None if self.group is None else tuple(range(self.size))
-
-    def integers(self, own):
-        if self.group is None:
-            return own[None]
-        rank, barrier, slots = self.group
-        slots[rank] = own.copy()
-        barrier.wait(10)
-        gathered = np.stack(slots)
-        barrier.wait(10)
-        return gathered
 
 
 def sequence(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
@@ -79,22 +48,14 @@ def assigned(sequences, dp=1, m=1):
 
 def plans(aggregation, sequences, dp, m):
     """Plan over ``dp`` data-parallel ranks at once; returns each rank's sequences and plan."""
-    barrier, slots = threading.Barrier(dp), [None] * dp
 
-    def plan(rank):
+    def plan(rank, group):
         own_sequences = [r for r in sequences if r["microbatch"][0] == rank]
-        fields = Sequences(
-            active_tokens=[sum(r["counted"]) for r in own_sequences],
-            sample=[r["sample"] for r in own_sequences],
-            prompt=[r["prompt"] for r in own_sequences],
-            group=[r["group"] for r in own_sequences],
-            microbatch=[r["microbatch"][1] for r in own_sequences],
-            num_microbatches=m,
-        )
-        return own_sequences, plan_step(aggregation, fields, group=(rank, barrier, slots))
+        numbers = [r["microbatch"][1] for r in own_sequences]
+        fields = sequences_of(own_sequences, microbatch=numbers, num_microbatches=m)
+        return own_sequences, plan_step(aggregation, fields, group=group)
 
-    with ThreadPoolExecutor(dp) as ranks:
-        return list(ranks.map(plan, range(dp)))
+    return in_threads(plan, dp)
 
 
 def packed(own_sequences, indices, cp, pad=0):

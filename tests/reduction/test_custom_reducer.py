@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from custom_reducer import custom
-from reducing import MASK, thd
+from steps import MASK, thd
 
 from megatron_lossagg import Sequences, plan_step
 from megatron_lossagg.errors import LossAggregationError, ReducerError, ReducerPathError

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from custom_reducer import custom
-from reducing import MASK, a_plan, a_step, on, thd
-from step_facts import a_chunk
+from device_double import on
+from steps import MASK, a_chunk, a_plan, a_step, thd
 from test_mask_checks import MASK_DTYPES
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step

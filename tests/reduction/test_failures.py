@@ -10,10 +10,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from reducing import a_step
 from simulated_step import (
     MODES,
-    Threads,
     assigned,
     gradients,
     lengths,
@@ -22,6 +20,7 @@ from simulated_step import (
     run_and_compare,
     sequence,
 )
+from steps import Threads, a_step
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS

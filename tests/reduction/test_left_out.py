@@ -1,13 +1,8 @@
 """What is left out leaves every count: the others weigh as if it had not been passed."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from aggregations import AGGREGATIONS
-from simulated_step import Threads
-from step_data import assign, make_sequences
+from steps import AGGREGATIONS, Threads, assign, in_threads, make_sequences, sequences_of
 
 from megatron_lossagg import (
     Aggregation,
@@ -28,14 +23,13 @@ KEPT = [i for i, is_left_out in enumerate(LEFT_OUT) if not is_left_out]
 
 
 def planned(aggregation, indices, **more):
-    ids = {kind: [STEP[i][kind] for i in indices] for kind in ("sample", "prompt", "group")}
     given = {
-        "active_tokens": [sum(STEP[i]["counted"]) for i in indices],
         "token_weight_sums": [0.5 * sum(STEP[i]["counted"]) for i in indices],
         "sequence_weight": [(0.5, 3.0, 0.0, 1.0)[i % 4] for i in indices],
         "microbatch": [KEYS[i] for i in indices],
     }
-    return plan_step(aggregation, Sequences(**given, **ids, num_microbatches=3, **more))
+    sequences = sequences_of([STEP[i] for i in indices], **given, num_microbatches=3, **more)
+    return plan_step(aggregation, sequences)
 
 
 def own(counts):
@@ -114,17 +108,13 @@ def test_each_rank_finds_its_own_sequences_among_those_that_are_kept(mode, monke
         [(4, 4, False), (11, 3, False)],
     ]
     kept = [(n, sample) for rank in ranks for n, sample, left_out in rank if not left_out]
-    barrier, slots = threading.Barrier(3), [None] * 3
 
-    def weights_of(rank):
+    def weights_of(rank, group):
         active, sample, left_out = zip(*ranks[rank], strict=True)
         sequences = Sequences(active_tokens=active, sample=sample, left_out=left_out)
-        group = (rank, barrier, slots)
         return plan_step(Aggregation(mode), sequences, group=group).weights.tolist()
 
-    with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(weights_of, range(3)))
-    for rank, weights in zip(ranks, found, strict=True):
+    for rank, weights in zip(ranks, in_threads(weights_of, 3), strict=True):
         for (n, sample, left_out), weight in zip(rank, weights, strict=True):
             lengths = [other for other, of_sample in kept if of_sample == sample]
             n_b = sum(lengths) if mode == "sample_mean" else len(lengths) * n

@@ -7,7 +7,8 @@ import weakref
 import pytest
 import torch
 from custom_reducer import custom
-from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
+from device_double import DEVICES, on
+from steps import MASK, a_plan, a_reducer, thd
 
 from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from aggregations import AGGREGATIONS
-from step_data import assign, make_sequences
+from steps import AGGREGATIONS, assign, make_sequences, sequences_of
 
-from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg import Layout, plan_step
 from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.verify import reference_loss
@@ -16,14 +15,7 @@ from megatron_lossagg.verify.step_data import zigzag
 def plan_of(sequences, keys, m, aggregation):
     return plan_step(
         aggregation,
-        Sequences(
-            active_tokens=[sum(sequence["counted"]) for sequence in sequences],
-            sample=[sequence["sample"] for sequence in sequences],
-            prompt=[sequence["prompt"] for sequence in sequences],
-            group=[sequence["group"] for sequence in sequences],
-            microbatch=[key[1] for key in keys],
-            num_microbatches=m,
-        ),
+        sequences_of(sequences, microbatch=[key[1] for key in keys], num_microbatches=m),
         options=Options(rejects_tokens=True),
     )
 

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from reducing import weights_of
+from steps import weights_of
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError

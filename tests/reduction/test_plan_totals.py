@@ -5,7 +5,7 @@ import re
 import threading
 
 import pytest
-from simulated_step import Threads
+from steps import Threads
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError

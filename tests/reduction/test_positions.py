@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from reducing import DEVICES, a_plan, a_step, on, thd
+from device_double import DEVICES, on
+from steps import a_plan, a_step, thd
 
 from megatron_lossagg import Layout
 from megatron_lossagg.errors import ReducerError

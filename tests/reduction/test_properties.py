@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from aggregations import AGGREGATIONS, ANY_LAYOUT
+from steps import AGGREGATIONS, ANY_LAYOUT, sequences_of
 from test_partial_losses import check_partial_losses
 
-from megatron_lossagg import Sequences, plan_step
+from megatron_lossagg import plan_step
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.reduction.sequences import ID_KINDS
 from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -32,12 +31,6 @@ def steps(draw):
     return sequences
 
 
-def given_sequences(sequences, **more):
-    ids = {kind: [sequence[kind] for sequence in sequences] for kind in ID_KINDS}
-    active_tokens = [sum(sequence["counted"]) for sequence in sequences]
-    return Sequences(active_tokens=active_tokens, **ids | more)
-
-
 def expected_weights(mode, sequences):
     """Differentiate the loss, linear in x: a sequence's weight is the derivative at an active
     token.
@@ -55,7 +48,7 @@ def expected_weights(mode, sequences):
 @given(sequences=steps(), mode=st.sampled_from([*ANY_LAYOUT.values()]))
 @settings(max_examples=200, deadline=None)
 def test_a_weight_is_the_derivative_of_the_configured_loss(sequences, mode):
-    plan = plan_step(mode, given_sequences(sequences))
+    plan = plan_step(mode, sequences_of(sequences))
     np.testing.assert_allclose(
         plan.weights, expected_weights(mode, sequences), rtol=1e-12, atol=1e-300
     )
@@ -68,10 +61,10 @@ def test_a_weight_is_the_derivative_of_the_configured_loss(sequences, mode):
 @given(sequences=steps(), mode=st.sampled_from([*ANY_LAYOUT.values()]), order=st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_the_order_of_sequences_does_not_matter(sequences, mode, order):
-    weights = plan_step(mode, given_sequences(sequences)).weights
+    weights = plan_step(mode, sequences_of(sequences)).weights
     places = list(range(len(sequences)))
     order.shuffle(places)
-    shuffled = plan_step(mode, given_sequences([sequences[i] for i in places])).weights
+    shuffled = plan_step(mode, sequences_of([sequences[i] for i in places])).weights
     assert shuffled.tolist() == weights[places].tolist()
 
 
@@ -80,8 +73,8 @@ def test_the_order_of_sequences_does_not_matter(sequences, mode, order):
 def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, mode, data):
     m = data.draw(st.integers(1, 4))
     microbatch = [data.draw(st.integers(0, m - 1)) for _ in sequences]
-    weights = plan_step(mode, given_sequences(sequences)).weights
-    split = plan_step(mode, given_sequences(sequences, microbatch=microbatch, num_microbatches=m))
+    weights = plan_step(mode, sequences_of(sequences)).weights
+    split = plan_step(mode, sequences_of(sequences, microbatch=microbatch, num_microbatches=m))
     assert split.weights.tolist() == weights.tolist()
 
 
@@ -98,11 +91,9 @@ def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, mode,
 )
 @settings(max_examples=100, deadline=None)
 def test_known_totals_give_each_rank_the_weights_that_counting_gives(sequences, mode, data):
-    whole = plan_step(mode, given_sequences(sequences, sample=None, prompt=None, group=None))
+    whole = plan_step(mode, sequences_of(sequences, sample=None, prompt=None, group=None))
     own_sequences = [i for i in range(len(sequences)) if data.draw(st.booleans())]
-    part = given_sequences(
-        [sequences[i] for i in own_sequences], sample=None, prompt=None, group=None
-    )
+    part = sequences_of([sequences[i] for i in own_sequences], sample=None, prompt=None, group=None)
     totals = StepTotals(**{name: getattr(whole.totals, name) for name in TOTALS})
     assert plan_step(mode, part, totals=totals).weights.tolist() == (
         whole.weights[own_sequences].tolist()

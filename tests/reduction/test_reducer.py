@@ -5,7 +5,8 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
+from device_double import DEVICES, on
+from steps import MASK, a_plan, a_reducer, thd
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import LayoutError, ReducerError

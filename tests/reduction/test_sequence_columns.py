@@ -1,14 +1,12 @@
 """A column is declared in one place: what checks, joins, gathers and compares goes over it."""
 
 import ast
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_step import Threads
+from steps import Threads, in_threads
 
 import megatron_lossagg
 from megatron_lossagg import Aggregation, Sequences, StepBuffer, StepTotals, plan_step
@@ -44,17 +42,15 @@ def by_reward(counts):
 
 def planned(monkeypatch, of_ranks, aggregation):
     """Plan on all ranks at once, threads of this process; return each one's plan or message."""
-    barrier, slots = threading.Barrier(len(of_ranks)), [None] * len(of_ranks)
     monkeypatch.setattr(plans, "Exchange", Threads)
 
-    def plan(rank):
+    def plan(rank, group):
         try:
-            return plan_step(aggregation, of_ranks[rank], group=(rank, barrier, slots))
+            return plan_step(aggregation, of_ranks[rank], group=group)
         except PlanError as error:
             return str(error)
 
-    with ThreadPoolExecutor(len(of_ranks)) as ranks:
-        return [*ranks.map(plan, range(len(of_ranks)))]
+    return in_threads(plan, len(of_ranks))
 
 
 OF_RANKS = [

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from aggregations import AGGREGATIONS
-from step_data import assign, make_sequences
+from steps import AGGREGATIONS, assign, make_sequences, sequences_of
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError
@@ -16,11 +15,8 @@ OMEGA = [(0.5, 3.0, 0.0, 1.0)[i % 4] for i in range(len(STEP))]
 
 
 def planned(aggregation, sequence_weight=None, **more):
-    ids = {kind: [one[kind] for one in STEP] for kind in ("sample", "prompt", "group")}
-    counts = [sum(one["counted"]) for one in STEP]
-    given = {"microbatch": KEYS, "num_microbatches": 3, **ids, **more}
-    sequences = Sequences(active_tokens=counts, sequence_weight=sequence_weight, **given)
-    return plan_step(aggregation, sequences)
+    given = {"microbatch": KEYS, "num_microbatches": 3, **more}
+    return plan_step(aggregation, sequences_of(STEP, sequence_weight=sequence_weight, **given))
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import steps
 import torch
-from aggregations import AGGREGATIONS
-from reducing import DEVICES, on, thd
-from step_data import make_sequences
+from device_double import DEVICES, on
+from steps import AGGREGATIONS, make_sequences, sequences_of, thd
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import AggregationError, PlanError, ReducerError
-from megatron_lossagg.reduction.aggregation import Options, require_mask_count
+from megatron_lossagg.reduction.aggregation import require_mask_count
 from megatron_lossagg.reduction.table import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -41,11 +41,8 @@ def weights_of(sequences, seed=5):
 def planned(aggregation, sequences, weights, keys=KEYS, **options):
     return plan_step(
         aggregation,
-        Sequences(
-            active_tokens=[sum(one["counted"]) for one in sequences],
-            sample=[one["sample"] for one in sequences],
-            prompt=[one["prompt"] for one in sequences],
-            group=[one["group"] for one in sequences],
+        sequences_of(
+            sequences,
             microbatch=keys,
             num_microbatches=3,
             token_weight_sums=weights and [math.fsum(one) for one in weights],
@@ -106,10 +103,8 @@ WEIGHTS = [0.5, 0.0, 2.0, 0.25, 1.5, 0.0]
 
 
 def a_plan(sums=(2.75, 1.5), mode="token_mean", rejects_tokens=False, **options):
-    return plan_step(
-        Aggregation(mode, count="weights", **options),
-        Sequences(active_tokens=[3, 1], token_weight_sums=sums),
-        options=Options(rejects_tokens=rejects_tokens),
+    return steps.a_plan(
+        (3, 1), mode, sums=sums, rejects_tokens=rejects_tokens, count="weights", **options
     )
 
 

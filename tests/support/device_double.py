@@ -13,8 +13,10 @@ line and operation. Autograd and jagged tensors work in the block.
 
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -177,3 +179,21 @@ def _place():
             outside = f"{file.name}:{frame.f_lineno}"
         frame = frame.f_back
     return outside
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", "device"])
+
+
+@contextmanager
+def on(device):
+    """Give a function that brings a tensor to the device; the device double counts its syncs."""
+    if device == "cpu":
+        yield lambda values: torch.as_tensor(values)
+        return
+    with DeviceDouble() as double:
+
+        def to(values):
+            return torch.as_tensor(values).to(double.device, non_blocking=True)
+
+        to.syncs = double.syncs
+        yield to

@@ -5,7 +5,6 @@ import megatron_lossagg.cpu as cpu
 cpu.install()
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
@@ -15,6 +14,7 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from ranks import begin  # noqa: E402
 
 from megatron_lossagg.verify import small_gpt as verification  # noqa: E402
 from megatron_lossagg.verify.small_gpt import packed_at, reported  # noqa: E402, F401  for the workers
@@ -25,7 +25,7 @@ def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64, **more):
     """Initialize torch.distributed and Megatron's groups; DP is what is left of the world."""
     # finalize_model_grads computes 1 / num_tokens in the default dtype.
     torch.set_default_dtype(dtype)
-    dist.init_process_group("gloo")
+    begin()
     parallel_state.initialize_model_parallel(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, **more
     )

@@ -1,19 +1,17 @@
-"""Try the newest main of Megatron-LM and of each framework: ``python tests/newest.py``.
+"""The newest main of Megatron-LM and of each framework: where it is, and what of it is looked up.
 
 A framework renames what an integration uses; its users should not be the first to see it. For each
-checkout this looks up, without importing anything, every name that the package imports from the
-framework or names by its dotted path. Then ``lossagg verify --framework``, if it has the framework,
+checkout, every name that the package imports from the framework, or names by its dotted path, is
+looked up without importing anything. Then ``lossagg verify --framework``, if it has the framework,
 runs its own functions, with the stand-ins and packages of ``make test-frameworks`` where they are
-installed, and for Megatron-LM ``lossagg verify`` at DP 2 x CP 2 on its Megatron-Core. What could
-not run here is named, and is no failure. Exit status 1 if a name is missing or a verification
-fails.
+installed, and for Megatron-LM ``lossagg verify`` at DP 2 x CP 2 on its Megatron-Core.
 
-``--checkouts FOLDER`` takes the checkouts that are there; else each is cloned into ``.newest``.
+``docs/test_newest.py`` runs them, by ``make test-newest``. Checkouts are those in ``CHECKOUTS``, a
+folder; without it each is cloned into ``.newest``.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import json
@@ -27,13 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
-
-import ran  # noqa: E402
-
-from megatron_lossagg.verify.drivers.runs import FRAMEWORKS  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_lossagg"
 INSTALLED = ROOT / ".venv-frameworks"
 LAYOUT = ["--dp", "2", "--cp", "2", "--loss-aggregation", "prompt_mean"]
@@ -127,46 +119,10 @@ ELSEWHERE = {
 """Names that are used only where a release or branch has them, and main does not."""
 
 
-def main() -> int:
-    """Try the frameworks named, all by default."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkouts", type=Path, help="a folder that has them; default: clone")
-    parser.add_argument("--megatron-lm", type=Path, help="for slime and miles; default: its main")
-    parser.add_argument("--names-only", action="store_true", help="run no verification")
-    parser.add_argument("frameworks", nargs="*", help=f"of {', '.join(NEWEST)}; default all")
-    args = parser.parse_args()
-    failed = []
-    for name in args.frameworks or NEWEST:
-        checkout = found(NEWEST[name], args.checkouts)
-        if checkout is None:
-            print(f"{name}: NOT RUN: no {NEWEST[name].folder} in {args.checkouts}", flush=True)
-            continue
-        wanted = sorted(names_of(NEWEST[name].packages) - ELSEWHERE.keys())
-        missing = [path for path in wanted if not has(checkout / NEWEST[name].source, path)]
-        commit, names = commit_of(checkout), f"{len(wanted) - len(missing)} of {len(wanted)}"
-        print(f"{name} {commit}: {names} names")
-        for path in missing:
-            print(f"  MISSING {path}: {where(path)}")
-        is_good, line = True, ""
-        if not args.names_only and name in FRAMEWORKS:
-            path = []
-            if on := NEWEST.get(NEWEST[name].on):
-                other = args.megatron_lm if on.folder == "Megatron-LM-main" else None
-                other = other or found(on, args.checkouts)
-                path = [other / on.source] if other else []
-            is_good, line = verified(name, checkout, path)
-        if commit and not args.names_only:
-            ran.write("newest", name, commit, names, line)
-        if missing or not is_good:
-            failed.append(name)
-    print(f"failed: {', '.join(failed) or 'none'}")
-    return int(bool(failed))
-
-
-def found(newest: Newest, folder: Path | None) -> Path | None:
-    """Return the checkout in a folder, or clone the newest main."""
-    if folder is not None:
-        checkout = folder.resolve() / newest.folder
+def checkout_of(newest: Newest) -> Path | None:
+    """Return the checkout in ``CHECKOUTS``, or clone the newest main."""
+    if folder := os.environ.get("CHECKOUTS"):
+        checkout = Path(folder).resolve() / newest.folder
         return checkout if checkout.is_dir() else None
     checkout = ROOT / ".newest" / newest.folder
     if checkout.is_dir():
@@ -260,38 +216,35 @@ def defined(tree: ast.Module) -> set[str] | Everything:
     return Everything() if names & {"*", "__getattr__"} else names
 
 
-def verified(name: str, checkout: Path, others: list[Path]) -> tuple[bool, str]:
-    """Run what verifies a framework, and print what ran; return whether nothing failed, and what.
+def verified(name: str, checkout: Path) -> tuple[list[str], str]:
+    """Run what verifies a framework; return what failed, and a line of what ran.
 
-    ``others``: the folders of packages that its functions import from a different checkout.
+    What could not run here is in the line, and is no failure.
     """
-    is_good, core = True, ""
+    newest, core, failed = NEWEST[name], "", []
     if name == "megatron-lm":
-        report = verify(LAYOUT, [checkout], NEWEST[name].stand_ins)
-        is_good, core = report["passed"], f"; Megatron-Core: {report['line']}"
-        say(f"Megatron-Core, {' '.join(LAYOUT)}: {report['line']}")
-    path = [checkout / NEWEST[name].source, *others]
+        report = verify(LAYOUT, [checkout], newest.stand_ins)
+        core = f"; Megatron-Core: {report['line']}"
+        failed += [] if report["passed"] else [f"Megatron-Core, {LAYOUT}: {report['line']}"]
+    path = [checkout / newest.source]
+    if newest.on and (other := checkout_of(NEWEST[newest.on])):
+        path.append(other / NEWEST[newest.on].source)
     if name == "bridge":
         path.append(checkout / "3rdparty" / "Megatron-LM")
-    report = verify(["--framework", name, *FUNCTIONS], path, NEWEST[name].stand_ins)
+    report = verify(["--framework", name, *FUNCTIONS], path, newest.stand_ins)
     checks = (report.get("framework") or {}).get("checks", [])
     states = [check["state"] for check in checks]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    counts = counts or report["line"]
-    say(f"its own functions: {counts}")
     for check in checks:
-        if check["state"] != "PASS":
-            say(f"{check['state']} {check['check']}: {check['explanation'][:300]}")
-    failed = [verdict for verdict in report.get("verdicts", []) if not verdict["passed"]]
-    for verdict in failed:
-        say(f"FAIL {verdict['case']}: {verdict['explanation'][:300]}")
-    ended = bool(checks) or report["status"] == COULD_NOT_RUN
-    return is_good and ended and not failed and "FAIL" not in states, counts + core
-
-
-def say(line: str) -> None:
-    """Print a line about the framework that is tried, at once."""
-    print(f"  {line}", flush=True)
+        told = f"{check['state']} {check['check']}: {check['explanation'][:300]}"
+        print(told)
+        failed += [told] if check["state"] == "FAIL" else []
+    for verdict in report.get("verdicts", []):
+        if not verdict["passed"]:
+            failed.append(f"FAIL {verdict['case']}: {verdict['explanation'][:300]}")
+    if not checks and report["status"] != COULD_NOT_RUN:
+        failed.append(report["line"])
+    return failed, f"{counts or report['line']}{core}"
 
 
 def verify(options: list[str], path: list[Path], stand_ins: str) -> dict[str, Any]:
@@ -318,7 +271,3 @@ def verify(options: list[str], path: list[Path], stand_ins: str) -> dict[str, An
         if not report.exists():
             return {"passed": False, "line": output[-1], "status": done.returncode}
         return {**json.loads(report.read_text()), "line": output[0], "status": done.returncode}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
