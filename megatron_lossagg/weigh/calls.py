@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,51 @@ _NAMED = (
 
 
 class Arrived:
-    """The gradients that arrived at losses, each with the number of its backward pass."""
+    """The gradients that arrived at losses, each with the number of its backward pass.
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    ``made``: the node that made the losses.
+    """
+
+    def __init__(self, made: Any, then: Callable[[], None]) -> None:
         self.passes: list[tuple[int, Tensor]] = []
-        self._then = then
+        self.kept_none: set[int] = set()
+        """Those that add nothing to the first leaf below: of ``torch.autograd.grad``, or of a
+        ``backward(inputs=)`` without it."""
+        self._leaf, self._then = _leaf_below(made), then
 
     def append(self, gradient: Tensor) -> None:
         """Keep a gradient of the backward pass that runs."""
         self.passes.append((number_of_pass(), gradient))
+        if self._leaf is not None and not _is_executed(self._leaf):
+            self.kept_none.add(number_of_pass())
         self._then()
 
 
 def number_of_pass() -> int:
     """Return the number of the backward pass that runs; a later one has a larger one."""
     return int(torch._C._current_graph_task_id())
+
+
+def _leaf_below(node: Any) -> Any:
+    """Return a node that adds to the gradient of a leaf, the first that is found; None if none."""
+    nodes, seen = [node], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().endswith("AccumulateGrad"):
+            return node
+        seen.add(node)
+        nodes += [one for one, _ in node.next_functions]
+    return None
+
+
+def _is_executed(leaf: Any) -> bool:
+    """Whether the backward pass that runs adds to the gradient of a leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch.autograd.grad returns it
+        return False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,8 +94,12 @@ class Call:
     """Whether it was made in a backward pass: a recomputation."""
     again: Call | None = None
     """The same losses, recomputed in the backward pass, at which gradients arrived."""
+    heard: Callable[[], Any] = lambda: None
+    """What :meth:`Weighing.losses` returned, while it exists."""
     gone: int = -1
     """The last backward pass whose gradients were zeroed."""
+    nothing: frozenset[int] = frozenset()
+    """Backward passes that added to no parameter."""
 
     @property
     def trained(self) -> Call:
@@ -75,7 +109,15 @@ class Call:
     @property
     def gradients(self) -> list[tuple[int, Tensor]]:
         """What arrived in passes that count, with their numbers."""
-        return [one for one in self.trained.arrived.passes if one[0] > self.gone]
+        passes = self.trained.arrived.passes
+        return [one for one in passes if one[0] > self.gone and one[0] not in self.nothing]
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether gradients arrived, and were zeroed."""
+        return not self.gradients and any(
+            number not in self.nothing for number, _ in self.trained.arrived.passes
+        )
 
     def is_like(self, other: Call) -> bool:
         """Whether another has losses of the same shape, mask and lengths; waits for the device."""
@@ -87,15 +129,20 @@ class Call:
         return self.shape == other.shape and is_mask and lengths[0] == lengths[1]
 
 
-def microbatches_of(calls: Sequence[Call], m: int | None, *, gone: int) -> list[list[Call]]:
+def microbatches_of(
+    calls: Sequence[Call], m: int | None, *, gone: int, reaching: Container[int] = ()
+) -> list[list[Call]]:
     """Return the calls of one term by microbatch; those that train nothing are left out.
 
-    ``m``: M, if it is known. ``gone``: the last backward pass whose gradients were zeroed. Raises
-    :class:`ContractError` if a call could be another microbatch's or more of one.
+    ``m``: M, if it is known. ``gone``: the last backward pass whose gradients were zeroed.
+    ``reaching``: those that reached a parameter. Raises :class:`ContractError` if a call could be
+    another microbatch's or more of one.
     """
     heard = _settled(calls)
     for call in heard:
         call.gone = gone
+        kept_none = call.trained.arrived.kept_none
+        call.nothing = frozenset(one for one in kept_none if one not in reaching)
     reached = [call for call in heard if call.gradients]
     if any(call.microbatch is not None for call in heard):
         return _by_number(heard, reached, m)

@@ -9,6 +9,7 @@ NumPy only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _SMALL = 64
 _MOST = 2
 _COARSE = 1e-3
 """Of a coarser tolerance many quotients equal a number by chance."""
+_SEQUENCE = ("dp_rank_P", "microbatch_P", "sequence_P")
 _LAST = 9
 """How many factors a number of the script's own counts as: it explains any."""
 OWN = "a number of the script's own"
@@ -132,43 +134,69 @@ def kinds(step: Step, modes: Mapping[str, Array]) -> Iterator[Kind]:
 
     ``modes``: the weight of a token of each sequence with a weight, in the order of their places.
     """
-    n_P, one = step.tokens_P, np.ones(len(step.tokens_P))
-    sequence = _numbers(step, ("dp_rank_P", "microbatch_P", "sequence_P"))
-    b = float(sequence.max() + 1)
+    sequence = _numbers(step, _SEQUENCE)
     for name, weight_S in modes.items():
         if not name.startswith("microbatch"):  # which is one of the others
             yield Kind(name, weight_S[sequence], cost="_sum" in name, is_mode=True)
+    b = float(sequence.max() + 1)
     for name, count_P in (("the mask's counts", step.masked_P), ("padded lengths", step.length_P)):
-        if (count_P != n_P).any():
+        if (count_P != step.tokens_P).any():
             of_sample = np.maximum(_sums(sequence, count_P), 1)
-            yield Kind(f"sample_mean of {name}", 1 / (b * of_sample), cost=1, is_mode=True)
+            yield Kind(f"sample_mean of {name}", 1 / (b * of_sample), cost=1)
     for place in PLACES:
-        if place.only_if and step.sizes.get(place.only_if, 1) == 1:
-            continue  # it is one of the others
-        number = _numbers(step, place.columns)
-        n_place, b_place = _sums(number, n_P), _distinct(number, sequence)
-        here = _numbers(step, (*place.columns, "dp_rank_P", "microbatch_P", "sequence_P"))
-        padded_P = _sums_of_places(number, step.padded_P, step)
-        ranks = np.prod([step.sizes.get(name, 1) for name in place.sizes if name != "M"])
-        means = ranks * (step.m_P if "M" in place.sizes else one)
-        found, total = int(number.max()) + 1, round(float(means.max()))
-        is_same = bool((means == means[0]).all())
-        note = f"; {total - found} of {total} have no token" * (is_same and found < total)
-        of_samples = b_place * _sums(here, n_P)
-        yield Kind(f"a mean of one token mean per {place.words}", 1 / (means * n_place), note=note)
-        yield Kind(
-            f"a mean of one sample mean per {place.words}", 1 / (means * of_samples), note=note
-        )
-        if (padded_P > n_place).any():
-            words = f"a mean of one mean over padded tokens per {place.words}"
-            yield Kind(words, 1 / (means * padded_P), cost=1)
-        for name, share_P in (("samples", b_place), ("padded tokens", padded_P)):
-            whole = share_P[np.unique(number, return_index=True)[1]].sum()
-            if place.words.startswith("microbatch") and whole:
-                words = f"token means of each {place.words}, weighted by its {name}"
-                yield Kind(words, share_P / whole / n_place, cost=1)
-        words = f"sample means of each {place.words}, weighted by its tokens"
-        yield Kind(words, n_place / n_P.sum() / of_samples, cost=1)
+        if not place.only_if or step.sizes.get(place.only_if, 1) > 1:  # else it is another
+            yield from _means_of(place, step, sequence)
+
+
+def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
+    """List the means over the places of one kind: each as one, or with its share."""
+    n_P, number = step.tokens_P, _numbers(step, place.columns)
+    n, b = _sums(number, n_P), _distinct(number, sequence)
+    of_samples = b * _sums(_numbers(step, (*place.columns, *_SEQUENCE)), n_P)
+    padded = _sums_of_places(number, step.padded_P, step)
+    masked = np.maximum(_sums(number, step.masked_P), 1)
+    ranks = math.prod(step.sizes.get(name, 1) for name in place.sizes if name != "M")
+    means = ranks * (step.m_P if "M" in place.sizes else np.ones(len(n_P)))
+    found, total = int(number.max()) + 1, round(float(means.max()))
+    has_less = bool((means == means[0]).all()) and found < total
+    note = f"; {total - found} of {total} have no token" * has_less
+    for words, divisor, cost in (
+        ("token mean", n, 0),
+        ("sample mean", of_samples, 0),
+        ("mean of samples' sums", b, 1),
+        ("mean over padded tokens", padded, 2),
+        ("mean over the mask's tokens", masked, 2),
+    ):
+        if not words.startswith("mean over") or ((divisor != n).any() and divisor.all()):
+            yield Kind(
+                f"a mean of one {words} per {place.words}", 1 / (means * divisor), cost, note
+            )
+    first, each = np.unique(number, return_index=True)[1], f"each {place.words}"
+    for words, divisor, share, by in (
+        ("token means", n, b, "samples"),
+        ("token means", n, padded, "padded tokens"),
+        ("sample means", of_samples, n, "tokens"),
+    ):
+        if by == "tokens" or (place.words.startswith("microbatch") and share.any()):
+            whole = share[first].sum()
+            yield Kind(f"{words} of {each}, weighted by its {by}", share / whole / divisor, cost=1)
+        if "dp_rank_P" in place.columns and step.sizes.get("DP", 1) > 1 and share.all():
+            rank = step.dp_rank_P.astype(int)
+            whole = step.sizes["DP"] * np.bincount(rank[first], share[first])[rank]
+            kind = f"{words} of {each}, weighted by its {by} among its rank's"
+            yield Kind(kind, share / whole / divisor, cost=2)
+
+
+def _by_own_m(kind: Kind, step: Step) -> list[Kind]:
+    """Return a kind, and what ranks make of it that multiply or divide by their own M."""
+    found = [kind]
+    if (step.m_P != step.m_P[0]).any():
+        times = (("times", step.m_P), ("over", 1 / step.m_P))
+        found += [
+            Kind(f"{kind.words}, {words} its rank's M", kind.weight_P * by, kind.cost + 1)
+            for words, by in times
+        ]
+    return found
 
 
 class Explanation(NamedTuple):
@@ -184,6 +212,12 @@ class Explanation(NamedTuple):
     note: str
 
     @property
+    def needs_b(self) -> bool:
+        """Whether it counts samples of several microbatches of a rank."""
+        is_of_one = "per microbatch" in self.kind and "all ranks" not in self.kind
+        return "sample" in self.kind and not is_of_one
+
+    @property
     def form(self) -> str:
         """The kind, over whatever places it is."""
         return re.sub("(per|each) [^,]+", "", self.kind)
@@ -193,7 +227,7 @@ def explanations(step: Step, modes: Mapping[str, Array], tolerance: float) -> li
     """List what explains the weights of all tokens; ``modes`` as for :func:`kinds`."""
     among = quotients(step.sizes, step.counts, most=4 if tolerance <= _COARSE else 2)
     found = []
-    for kind in kinds(step, modes):
+    for kind in (one for each in kinds(step, modes) for one in _by_own_m(each, step)):
         low, high = step.low_P / kind.weight_P, step.high_P / kind.weight_P
         factor = constant(float(low.min()), float(high.max()), tolerance)
         if factor is None:
@@ -250,10 +284,16 @@ def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
     if first.name == OWN:
         return text
     is_own = any((one.kind, one.name) == (first.kind, OWN) for one in found)
-    is_small = 1 / _SMALL < first.factor < _SMALL and first.name.removeprefix("1/") in ("N", "B")
     return f"{text} = {' = '.join(names)}" + f", or {OWN}: weigh a second step" * (
-        is_own and is_small
+        is_own and _may_be_chance(first)
     )
+
+
+def _may_be_chance(one: Explanation) -> bool:
+    """Whether a factor that a count of the step explains may be a number that was written down."""
+    is_small = 1 / _SMALL < one.factor < _SMALL and one.name.removeprefix("1/") in ("N", "B")
+    has_count = any(word in one.name for word in ("N", "B", "num_tokens", "tokens"))
+    return is_small or (has_count and float(f"{one.factor:.2g}") == float(f"{one.factor:.6g}"))
 
 
 def _numbers(step: Step, columns: Sequence[str]) -> Array:

@@ -45,7 +45,7 @@ class Candidate:
     """What adds to its gradient in a backward pass."""
     _heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each backward pass: what was there before, and what it added."""
-    _passes: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
     _zeroed: list[int] = field(default_factory=list)
     """Before which of them gradients were zeroed, unseen by this rank, which has a part of them."""
     _is_fused: bool = False
@@ -87,7 +87,7 @@ class Candidate:
         if added is not None and not added.is_sparse:
             added = self._some(added)
             self._heard.append((torch.zeros_like(added) if before is None else before, added))
-            self._passes.append(number_of_pass())
+            self.passes.append(number_of_pass())
 
     def read(self) -> None:
         """Keep the gradient as it is now. No host sync."""
@@ -110,7 +110,7 @@ class Candidate:
     def gone(self) -> int:
         """The last backward pass of which what it added was zeroed; waits for the device."""
         _, added, first = self._begun()
-        return max(self._passes[:first], default=-1) if added[:first].any() else -1
+        return max(self.passes[:first], default=-1) if added[:first].any() else -1
 
     def result(self) -> Added | None:
         """Return what was heard; None if it was not read. Waits for the device."""
@@ -174,6 +174,11 @@ class Listening:
     def gone(self) -> int:
         """The last backward pass whose gradients were zeroed, -1 if none; waits for the device."""
         return max((one.gone for one in self._heard), default=-1)
+
+    @property
+    def reaching(self) -> set[int]:
+        """The backward passes that reached one of them."""
+        return {number for one in self._heard for number in one.passes}
 
     def results(self) -> list[Added]:
         """Return what this rank has heard; waits for the device."""

@@ -60,7 +60,12 @@ def quotients(
 
 
 def near(factor: float, among: Iterable[Quotient], tolerance: float) -> list[Quotient]:
-    """List those that equal a factor: the fewest factors first, then the shortest name."""
+    """List those that equal a factor: the fewest factors first, then the shortest name.
+
+    None equals 1, which needs no name.
+    """
+    if is_near(factor, 1, tolerance):
+        return []
     found = [one for one in among if is_near(factor, one.value, tolerance)]
     return sorted(found, key=lambda one: (one.number, one.name.count("^"), len(one.name)))
 
@@ -73,9 +78,9 @@ def equal_to(
     tolerance: float,
     only_products: bool = False,
 ) -> list[str]:
-    """Name the quotients with the fewest factors that equal a factor; none of them equals 1."""
-    among = [one for one in quotients(sizes, counts) if not is_near(factor, 1, tolerance)]
-    equal = near(factor, (one for one in among if one.is_product or not only_products), tolerance)
+    """Name the quotients with the fewest factors that equal a factor."""
+    among = [one for one in quotients(sizes, counts) if one.is_product or not only_products]
+    equal = near(factor, among, tolerance)
     return [one.name for one in equal if one.number == equal[0].number]
 
 

@@ -11,6 +11,7 @@ Source of what is in g_t: ``schedules.forward_step_calc_loss``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -101,6 +102,7 @@ class Weighing:
         """What a step of this package has told of each microbatch."""
         self._steps: list[Any] = []
         """The sequences of each such step: several of a deferred one."""
+        self._lacks: dict[str, str] = {}
         self._fault: ContractError | None = None
         """What one call of :meth:`losses` was refused for."""
         self._num_tokens: Tensor | None = None
@@ -189,6 +191,11 @@ class Weighing:
         count their sums. What is wrong with a call is raised by :meth:`weighed`, on every rank.
         """
         try:
+            if any(losses is call.heard() and call.term == term for call in self._calls):
+                raise ContractError(
+                    "got losses that losses() returned, expected those that it gets: call it once "
+                    "for the same tokens of a term"
+                )
             mask = _checked(losses, mask, "a mask")
             token_weights = _checked(losses, token_weights, "token_weights")
             if microbatch is not None and microbatch not in range(self._num_microbatches or 2**31):
@@ -204,7 +211,7 @@ class Weighing:
             term=term,
             shape=tuple(losses.shape),
             eps=torch.finfo(losses.dtype).eps,
-            arrived=Arrived(self._parameters.read_later),
+            arrived=Arrived(losses.grad_fn, self._parameters.read_later),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             mask=mask,
@@ -222,6 +229,7 @@ class Weighing:
             return losses
         listened = losses.clone()  # whose node is of the losses only
         listen(listened, call.arrived)
+        call.heard = weakref.ref(listened)
         return listened
 
     def reduced(self) -> None:
@@ -292,15 +300,18 @@ class Weighing:
         counts, m = self.run.place.counts, self._num_microbatches
         of_term = {
             name: microbatches_of(
-                [call for call in self._calls if call.term == name], m, gone=self._parameters.gone
+                [call for call in self._calls if call.term == name],
+                m,
+                gone=self._parameters.gone,
+                reaching=self._parameters.reaching,
             )
             for name in dict.fromkeys(self._terms)
             if counts
         }
         microbatches = of_term.get(term, [])
         # Of a microbatch that nothing was heard of, nobody knows how many empty samples it has.
-        is_heard = sum(map(bool, microbatches)) >= (m or 0)
-        unknown: dict[str, Any] = {} if is_heard else dict.fromkeys(("sample", "prompt", "group"))
+        unheard = max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0
+        unknown: dict[str, Any] = dict.fromkeys(("sample", "prompt", "group")) if unheard else {}
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
@@ -325,6 +336,9 @@ class Weighing:
             },
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
+            unheard=unheard if microbatches else 0,
+            zeroed=sum(call.is_zeroed for call in self._calls if call.term == term),
+            lacks=self._lacks,
         )
 
     def _finalizes(self, num_tokens: Tensor | None) -> None:
@@ -375,9 +389,11 @@ class Weighing:
             ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
             if mask is None and told.keep is not None and len(told.keep) == held:
                 mask = told.keep
-            # Not of losses that are gathered over the context-parallel ranks.
             if values is None and told.token_weights is not None:
-                values = told.token_weights if len(told.token_weights) == held else None
+                if len(told.token_weights) == held:
+                    values = told.token_weights
+                else:
+                    self._lacks["weights of tokens"] = "of gathered losses: token_weights"
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
         weight_T = np.zeros(num_tokens)
         for _, gradient in call.gradients:
@@ -441,8 +457,9 @@ class _Sums:
 
         def bounds(values_T: _Array) -> tuple[_Array, _Array]:
             smallest, largest = np.full(size, np.inf), np.full(size, -np.inf)
-            np.minimum.at(smallest, of, values_T)
-            np.maximum.at(largest, of, values_T)
+            with np.errstate(invalid="ignore"):  # 0 / 0 in the script's loss
+                np.minimum.at(smallest, of, values_T)
+                np.maximum.at(largest, of, values_T)
             return np.where(n_G > 0, smallest, 0.0), np.where(n_G > 0, largest, 0.0)
 
         smallest, largest = bounds(weight_T[has_T])

@@ -501,6 +501,59 @@ def captured():
     return loop(listen)
 
 
+@row("torch.autograd.grad of parameters besides", trains="token_mean")
+def asks_gradients(create_graph=False, **more):
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        of = {"inputs": [*chunk.parameters()], "create_graph": create_graph}
+        (asked,) = torch.autograd.grad((losses**2).sum(), **of, retain_graph=True)
+        (scaled(losses.sum(), found) + 0 * asked.sum()).backward()
+
+    return loop(listen, **more)
+
+
+row("a gradient penalty besides", trains="token_mean")(partial(asks_gradients, create_graph=True))
+
+
+@row("backward(inputs=)", trains="token_mean")
+def backward_of_inputs():
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        unused = torch.zeros(1, requires_grad=True)
+        scaled(losses.sum() + unused.sum(), found).backward(inputs=[*chunk.parameters()])
+
+    return loop(listen)
+
+
+@row("losses that were heard before", is_refused=True, says="got losses that losses() returned")
+def heard_before():
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), microbatch=m)
+        scaled(weighing.losses(losses, microbatch=m).sum(), found).backward()
+
+    return loop(listen)
+
+
+@row("a step for each microbatch", says="left out: 1 calls of losses on a rank", on=1,
+     trains="token_mean")  # fmt: skip
+def steps_of_microbatches():
+    found = toy.sequences()
+    model = toy.token_model.OneWeightPerToken(toy.total(found))
+    optimizer = torch.optim.SGD(model.parameters())
+    weighing = Weighing(model)
+    with weighing:
+        for m in range(toy.M):
+            mine = toy.own(found, m)
+            optimizer.zero_grad(set_to_none=m == 0)
+            weighing.losses(
+                model(toy.tokens_of(mine)), lengths=toy.lengths_of(mine)
+            ).mean().backward()
+            optimizer.step()
+    last = toy.own(found, toy.M - 1)
+    weights = toy.by_hand(found, lambda s: (s in last) / toy.total(last))
+    return weighing, model.weight.grad.numpy(), weights
+
+
 @row("losses of no dimension", is_refused=True, says="losses of no dimension")
 def no_dimension():
     def listen(weighing, chunk, mine, m, found):
@@ -531,6 +584,37 @@ def unequal_m():
         toy.schedule(chunk, found, toy.stock, weighing)
     weights = toy.by_hand(found, lambda s: 1 / (len(UNEQUAL[s.rank]) * 2 * s.n_mb))
     return weighing, toy.gradient_of(chunk), weights
+
+
+def own_m(name, weight, says):
+    """A row of ranks with 3 microbatches and 1."""
+
+    @row(f"unequal numbers of microbatches, {name}", says=says, on=2)
+    def run():
+        found = toy.sequences(UNEQUAL)
+        m = len(UNEQUAL[parallel_state.get_data_parallel_rank()])
+
+        def by(s):
+            return weight(s, len(UNEQUAL[s.rank]), found)
+
+        def loss_func(mine, losses):
+            return (
+                losses * torch.tensor([by(s) for s in mine for _ in s.tokens])
+            ).sum() * m * 2, {}
+
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=m)
+        with weighing:
+            toy.schedule(chunk, found, loss_func, weighing)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, by)
+
+
+own_m("a sum of their means", lambda s, m, found: 1 / (2 * s.n_mb),
+      "a mean of one token mean per microbatch, times its rank's M")  # fmt: skip
+own_m("a token mean over them", lambda s, m, found: 1 / (m * toy.total(found)),
+      "token_mean, over its rank's M")  # fmt: skip
+own_m("a sample mean times them", lambda s, m, found: m / (len(found) * s.n),
+      "sample_mean, times its rank's M")  # fmt: skip
 
 
 @row("sequence parallelism under torch's DDP", trains="sample_mean", on=2)
@@ -899,9 +983,9 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
     def run():
         found = toy.sequences(lengths)
         chunk = toy.chunk_of(toy.total(found))
-        weighing = Weighing([chunk], num_microbatches=toy.M, **(given or {}))
+        weighing = Weighing([chunk], num_microbatches=len(lengths[0]), **(given or {}))
         with weighing:
-            for m in range(toy.M):
+            for m in range(len(lengths[0])):
                 mine = toy.own(found, m)
                 passed = {key: [of(s) for s in mine] for key, of in (ids or {}).items()}
                 losses = weighing.losses(
@@ -913,21 +997,41 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
         return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
 
 
-@row("a microbatch that nothing is heard of: ids do not say B", says="row_mean (sample)")
-def unheard():
-    found = toy.sequences()
-    chunk = toy.chunk_of(toy.total(found))
-    weighing = Weighing([chunk], num_microbatches=toy.M + 1)
-    with weighing:
-        for m in range(toy.M):
-            mine = toy.own(found, m)
-            ids, losses = [sample(s) for s in mine], chunk(toy.tokens_of(mine))
-            losses = weighing.losses(losses, lengths=toy.lengths_of(mine), microbatch=m, sample=ids)
-            w = torch.tensor([1 / ((len(found) + 2) * s.n) for s in mine for _ in s.tokens])
-            ((losses * w).sum() * toy.world()).backward()
-        chunk.config.finalize_model_grads_func([chunk], None)
-    by_hand = toy.by_hand(found, lambda s: 1 / ((len(found) + 2) * s.n))
-    return weighing, toy.gradient_of(chunk), by_hand
+def unheard(name, weight, *, ids=True, **expected):
+    """A row of which a microbatch is not heard on each rank."""
+
+    @row(f"a microbatch that nothing is heard of, {name}", **expected)
+    def run():
+        found = toy.sequences()
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M + 1)
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                more = {"sample": [sample(s) for s in mine]} if ids else {}
+                losses = chunk(toy.tokens_of(mine))
+                losses = weighing.losses(losses, lengths=toy.lengths_of(mine), microbatch=m, **more)
+                w = torch.tensor([weight(s, found) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
+
+
+def counts_two_more(s, found):
+    return 1 / ((len(found) + 2) * s.n)
+
+
+MISSING = f"{WORLD} of {3 * WORLD} microbatches, of which nothing was heard"
+unheard("ids do not say B", counts_two_more, says="row_mean (sample)")
+unheard("a right sample_mean", counts_two_more,
+        says=f"times sample_mean, if B counts no sample of {MISSING}")  # fmt: skip
+unheard("a right sample_mean is a hint", counts_two_more, ids=False,
+        says=f"or sample_mean, if B counts samples of {MISSING}")  # fmt: skip
+unheard("token_mean", lambda s, found: 1 / toy.total(found), trains="token_mean")
+unheard("stock", lambda s, found: 1 / ((toy.M + 1) * toy.world() * s.n_mb),
+        trains="microbatch_token_mean")  # fmt: skip
+unheard("a sum", lambda s, found: 1 / (len(found) + 1),
+        says=f"or sample_sum, if B counts samples of {MISSING}")  # fmt: skip
 
 
 weighed_as(
@@ -992,6 +1096,71 @@ weighed_as(
     lambda s, found: toy.M / (toy.M * toy.world() * s.b_mb * s.n),
     says="a mean of one sample mean per microbatch, times 2 = M",
 )
+
+
+LARGER = (((3, 5), (4,), (2, 2, 1)), ((2,), (6, 1), (5,)))
+weighed_as(
+    "token means of microbatches, weighted by samples of their rank",
+    lambda s, found: s.b_mb / (toy.world() * len(toy.own(found, rank=s.rank)) * s.n_mb),
+    lengths=LARGER,
+    says="weighted by its samples among its rank's",
+    on=2,
+)
+weighed_as(
+    "means of samples' sums per microbatch",
+    lambda s, found: 1 / (3 * toy.world() * s.b_mb),
+    lengths=LARGER,
+    says="a mean of one mean of samples' sums per microbatch",
+)
+weighed_as(
+    "means of samples' sums per microbatch, over a constant",
+    lambda s, found: 1 / (3 * toy.world() * s.b_mb * 37),
+    lengths=LARGER,
+    says="a mean of one mean of samples' sums per microbatch, times 0.027027",
+)
+weighed_as(
+    "a coefficient that a quotient equals",
+    lambda s, found: 0.6 / toy.total(found),
+    lengths=LARGER,
+    says="= M DP/B, or a number of the script's own: weigh a second step",
+    on=2,
+)
+
+
+def with_empty(name, weight, *, known, **expected):
+    """A row with one empty sample of rank 0."""
+
+    @row(f"an empty sample, {name}", **expected)
+    def run():
+        found = toy.sequences()
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M)
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                more = [0] * (m == 0 and dist.get_rank() == 0)
+                ids = [*mine, *more] if known else None
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)),
+                    lengths=[*toy.lengths_of(mine), *more],
+                    sample=ids and [str(one) for one in ids],
+                )
+                w = torch.tensor([weight(s, found) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
+
+
+def counts_it(s, found, times=1.0):
+    return times / ((len(found) + 1) * s.n)
+
+
+with_empty("known", counts_it, known=True, trains="sample_mean")
+with_empty("known, times 0.1", partial(counts_it, times=0.1), known=True, factor=0.1,
+           says="trains 0.1 times sample_mean")  # fmt: skip
+with_empty("unknown", counts_it, known=False, says="or sample_mean, if B counts 1 of 1 empty")
+with_empty("unknown, times 0.1", partial(counts_it, times=0.1), known=False,
+           says="or another factor, if B counts some of 1 empty sequences")  # fmt: skip
 
 
 # Masked tokens, which a mean divides by, or not
@@ -1065,6 +1234,38 @@ padded_as(
     trains="microbatch_token_mean",
 )
 padded_as("a right token_mean", lambda s, mb, found: 1 / kept_of(found), trains="token_mean")
+
+
+def forgotten(name, weight, says):
+    """A row whose numerator has all tokens, and whose mask has some of them."""
+
+    @row(f"a mask that the numerator forgot, {name}", says=says)
+    def run():
+        found = toy.sequences((((7, 5), (8,)), ((5,), (8, 9))))
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M)
+
+        def by(s):
+            return weight(s, toy.own(found, s.microbatch, s.rank), found)
+
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                mask = torch.tensor([trained(t) for s in mine for t in range(s.n)])
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)), mask, lengths=toy.lengths_of(mine)
+                )
+                w = torch.tensor([by(s) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, by)
+
+
+forgotten("token_mean", lambda s, mb, found: 1 / kept_of(found), "N/(tokens of the mask)")
+forgotten("sample_mean", lambda s, mb, found: 1 / (len(found) * kept_of([s])),
+          "cause: sample_mean of the mask's counts weight of")  # fmt: skip
+forgotten("stock", lambda s, mb, found: 1 / (means(found) * kept_of(mb)),
+          "a mean of one mean over the mask's tokens per microbatch")  # fmt: skip
 
 
 # Two steps, which decide between causes
