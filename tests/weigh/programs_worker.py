@@ -4,6 +4,7 @@ import os
 import sys
 from contextlib import nullcontext
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import tiny_gpt
@@ -13,10 +14,11 @@ import toy
 from engines import wrapped
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from program_table import main, rounding, row
 
 from megatron_lossagg import Aggregation, LossAggregator, Options
-from megatron_lossagg.integrations import _weigh_terms, weigh_script
+from megatron_lossagg.integrations import _weigh_terms, weigh_rl, weigh_script
 from megatron_lossagg.weigh.weighing import Weighing
 
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -1467,6 +1469,98 @@ terms(
     term="dropped_loss",
     says="trains nothing",
     names=["pg_loss", "dropped_loss"],
+)
+
+
+def framework(name, forward_step_of, *, how, trains="token_mean", **expected):
+    """A framework of its own, whose variables are read by their names.
+
+    ``forward_step_of``: from its module and all sequences.
+    """
+
+    @row(f"framework: {name}", trains=trains, **expected)
+    def run():
+        found, module = toy.sequences((((6,), (4,)), ((2,), (7,)))), ModuleType("toy_framework")
+        sys.modules[module.__name__] = module
+        module.get_forward_backward_func = get_forward_backward_func
+        module.agg_loss = lambda loss_mat, loss_mask: (loss_mat * loss_mask).sum()
+        module.policy_loss = policy_loss
+        function = {"given": "agg_loss", "inside": "policy_loss"}[how]
+        weigh_rl.FRAMEWORKS["toy"] = weigh_rl.Where(
+            module.__name__,
+            [weigh_rl.Reduction(module.__name__, function, "loss_mat", "loss_mask", how)],
+            sums_gradients=False,
+            names=lambda batch: batch.get("names"),
+        )
+        reports, chunk = [], toy.chunk_of(toy.total(found))
+        listening = weigh_rl.install("toy", report=lambda *report: None)
+        ending = listening._trained
+        listening._trained = lambda terms: reports.append(ending(terms)) or reports[0]
+        numbers = range(toy.M)
+        schedule = module.get_forward_backward_func()
+        toy.run_batches(chunk, forward_step_of(module, found), numbers, wrap=lambda _: schedule)
+        return (
+            reports[0],
+            toy.gradient_of(chunk),
+            toy.by_hand(found, lambda s: 1 / toy.total(found)),
+        )
+
+
+def policy_loss(losses, mask):
+    """Another release, in which a variable has another name."""
+    per_token_loss, loss_mask = losses * 1, mask
+    return (per_token_loss * loss_mask).sum()
+
+
+def by_agg_loss(module, found):
+    def loss_func(data, losses):
+        x = losses.view(1, -1)
+        return module.agg_loss(x, torch.ones_like(x)) * toy.M * toy.world() / toy.total(found), {}
+
+    def forward_step(iterator, model):
+        mine = toy.own(found, next(iterator))
+        return model(toy.tokens_of(mine)), partial(loss_func, {"names": ["one"]})
+
+    return forward_step
+
+
+def by_agg_loss_of_a_batch(module, found):
+    def loss_func(batch, losses):
+        x = losses.view(1, -1)
+        return module.agg_loss(x, torch.ones_like(x)) * toy.M * toy.world() / toy.total(found), {}
+
+    def forward_step(iterator, model):
+        mine = toy.own(found, next(iterator))
+        return model(toy.tokens_of(mine)), partial(loss_func, {"names": ["one"]})
+
+    return forward_step
+
+
+def by_policy_loss(module, found):
+    def loss_func(losses):
+        x = losses.view(1, -1)
+        loss = module.policy_loss(x, torch.ones_like(x))
+        return loss * toy.M * toy.world() / toy.total(found), {}
+
+    def forward_step(iterator, model):
+        return model(toy.tokens_of(toy.own(found, next(iterator)))), loss_func
+
+    return forward_step
+
+
+framework("its microbatch is found by its name", by_agg_loss, how="given")
+framework(
+    "its microbatch has another name",
+    by_agg_loss_of_a_batch,
+    how="given",
+    says="no caller of loss_func has a microbatch in a variable data",
+)
+framework(
+    "its losses have another name",
+    by_policy_loss,
+    how="inside",
+    is_refused=True,
+    says="policy_loss: no operation there took its variables loss_mat and loss_mask",
 )
 
 
