@@ -31,8 +31,8 @@ from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import Line, StepLog, Term
+from megatron_lossagg.weigh.causes import equal_to
 from megatron_lossagg.weigh.listen import listen
-from megatron_lossagg.weigh.ratios import equal_to
 
 _TOLERANCE = 1e-5
 _ENDS = "before mb.reduce; ignore this if that is meant"

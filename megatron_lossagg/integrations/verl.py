@@ -62,7 +62,7 @@ from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan
-from megatron_lossagg.weigh.told import tell
+from megatron_lossagg.weigh.listen import tell
 
 VENDOR = "lossagg"
 """The value of ``VERL_ENGINE_VENDOR`` that selects the engine of this module."""

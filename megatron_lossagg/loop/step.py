@@ -41,7 +41,7 @@ from megatron_lossagg.reduction.options import Guards
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import StepLog, Term
 from megatron_lossagg.reduction.untraced import untraced
-from megatron_lossagg.weigh.told import listening, tell
+from megatron_lossagg.weigh.listen import listening, tell
 
 
 class Step:

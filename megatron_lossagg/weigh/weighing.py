@@ -27,12 +27,17 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.integers import IntsLike
-from megatron_lossagg.weigh.calls import Arrived, Call, microbatches_of
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
-from megatron_lossagg.weigh.factors import run_of
-from megatron_lossagg.weigh.listen import is_in_backward, listen
-from megatron_lossagg.weigh.parameters import Listening
-from megatron_lossagg.weigh.told import listening, own
+from megatron_lossagg.weigh.factors import Listening, run_of
+from megatron_lossagg.weigh.listen import (
+    Arrived,
+    Call,
+    is_in_backward,
+    listen,
+    listening,
+    microbatches_of,
+    own,
+)
 
 LOSS = "loss"
 """The name of a loss of one term."""
