@@ -52,6 +52,11 @@ def _keep(arrived: Keeps, number: int, gradients: Sequence[Tensor | None]) -> No
         arrived.append(gradient.detach().clone())
 
 
+def weights_of(gradients: Sequence[Tensor], scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return g_t, ``[T]``: the sum of what arrived at losses, over the loss scale; no host sync."""
+    return torch.stack([one.to(dtype) for one in gradients]).sum(dim=0).reshape(-1) / scale
+
+
 listening: list[Callable[[Any, Any, Any], None]] = []
 """Called with a plan, a microbatch if there is one, and the positions of its sequences."""
 own: list[Any] = []

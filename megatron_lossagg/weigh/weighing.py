@@ -37,6 +37,7 @@ from megatron_lossagg.weigh.listen import (
     listening,
     microbatches_of,
     own,
+    weights_of,
 )
 
 LOSS = "loss"
@@ -400,9 +401,9 @@ class Weighing:
                 else:
                     self._lacks["weights of tokens"] = "of gathered losses: token_weights"
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
-        weight_T = np.zeros(num_tokens)
-        for _, gradient in call.gradients:
-            weight_T += _numpy(gradient) / scale
+        weight_T, arrived = np.zeros(num_tokens), [gradient for _, gradient in call.gradients]
+        if arrived:
+            weight_T = weights_of([one.cpu() for one in arrived], scale, torch.float64).numpy()
         if (past := int((weight_T[held:] != 0).sum())) > 0:
             raise ContractError(
                 f"got {past} trained tokens past the last sequence, expected none: pass the "
