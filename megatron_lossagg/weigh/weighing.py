@@ -389,6 +389,12 @@ class Weighing:
                 f"got losses of {num_tokens} tokens, expected {held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
+        for kind, of in (heard.ids or call.ids).items():
+            if len(of) != num_sequences:
+                raise ContractError(
+                    f"got {kind} of {len(of)} sequences, expected {num_sequences}, as the call of "
+                    "losses has: pass one for each, and None for padding"
+                )
         mask = heard.mask if heard.mask is not None else call.mask
         values, ids = heard.token_weights, heard.ids or call.ids
         if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):

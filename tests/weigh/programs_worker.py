@@ -556,6 +556,16 @@ def steps_of_microbatches():
     return weighing, model.weight.grad.numpy(), weights
 
 
+@row("ids of fewer sequences", is_refused=True, says="got prompt of 1 sequences, expected 2")
+def fewer_ids():
+    def listen(weighing, chunk, mine, m, found):
+        lengths = toy.lengths_of(mine)
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=lengths, prompt=["one"])
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
 @row("losses of no dimension", is_refused=True, says="losses of no dimension")
 def no_dimension():
     def listen(weighing, chunk, mine, m, found):
