@@ -27,6 +27,8 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.integers import IntsLike
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.segments import held
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
 from megatron_lossagg.weigh.factors import Listening, run_of
 from megatron_lossagg.weigh.listen import (
@@ -52,9 +54,24 @@ class Told(NamedTuple):
     """What a step of this package has told of a microbatch."""
 
     ids: Mapping[str, Sequence[Any]]
-    keep: Tensor | None
+    keep: Tensor | None = None
     """The mask of the tokens that this rank holds."""
-    token_weights: Tensor | None
+    token_weights: Tensor | None = None
+    layout: Layout | None = None
+    """Which tokens these are."""
+
+    def for_losses(self, values: Tensor | None, num: int, fill: float) -> Tensor | None:
+        """Return values for losses of this rank, or of the whole mask that ranks have gathered.
+
+        None if they are of others; ``fill``: of tokens that are another rank's.
+        """
+        if values is None or len(values) == num:
+            return values
+        if self.layout is None or self.layout.num_tokens != num:
+            return None
+        whole = values.new_full((num,), fill)
+        whole[held(torch.arange(num), self.layout).to(whole.device)] = values
+        return whole
 
 
 class Weighing:
@@ -155,8 +172,10 @@ class Weighing:
             for name, of in columns.items()
             if of is not None
         }
-        masks = (None, None) if microbatch is None else (microbatch.keep, microbatch.token_weights)
-        self._told.append(Told(ids, *masks))
+        told = Told(ids)
+        if microbatch is not None:
+            told = Told(ids, microbatch.keep, microbatch.token_weights, microbatch.layout)
+        self._told.append(told)
         self._is_under(aggregation)
 
     def _is_under(self, aggregation: Any) -> None:
@@ -383,10 +402,10 @@ class Weighing:
             segments = np.repeat(layout.segment_R, layout.length_R)
             num_sequences, allows_tail = layout.num_segments, layout.allows_tail
             held_G = np.unique(segments).tolist()
-        held = len(segments)
-        if held > num_tokens or (held < num_tokens and not allows_tail):
+        num_held = len(segments)
+        if num_held > num_tokens or (num_held < num_tokens and not allows_tail):
             raise ContractError(
-                f"got losses of {num_tokens} tokens, expected {held}, which this rank holds of "
+                f"got losses of {num_tokens} tokens, expected {num_held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
         for kind, of in (heard.ids or call.ids).items():
@@ -399,25 +418,22 @@ class Weighing:
         values, ids = heard.token_weights, heard.ids or call.ids
         if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
             ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
-            if mask is None and told.keep is not None and len(told.keep) == held:
-                mask = told.keep
+            mask = told.for_losses(told.keep, num_held, 0) if mask is None else mask
+            values = told.for_losses(told.token_weights, num_held, 1) if values is None else values
             if values is None and told.token_weights is not None:
-                if len(told.token_weights) == held:
-                    values = told.token_weights
-                else:
-                    self._lacks["weights of tokens"] = "of gathered losses: token_weights"
+                self._lacks["weights of tokens"] = "token_weights, of losses that were gathered"
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
         weight_T, arrived = np.zeros(num_tokens), [gradient for _, gradient in call.gradients]
         if arrived:
             weight_T = weights_of([one.cpu() for one in arrived], scale, torch.float64).numpy()
-        if (past := int((weight_T[held:] != 0).sum())) > 0:
+        if (past := int((weight_T[num_held:] != 0).sum())) > 0:
             raise ContractError(
                 f"got {past} trained tokens past the last sequence, expected none: pass the "
                 "offsets of all sequences, cu_seqlens"
             )
-        weight_T = weight_T[:held]
-        in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:held] != 0
-        value_T = np.ones(held) if values is None else _numpy(values)[:held]
+        weight_T = weight_T[:num_held]
+        in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held] != 0
+        value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
         # What is left out, or padding, weighs 0.
         omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
         sums = _Sums(weight_T, in_mask_T, segments, value_T, omega_G)

@@ -17,8 +17,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from program_table import main, rounding, row
 
-from megatron_lossagg import Aggregation, LossAggregator, Options
+from megatron_lossagg import Aggregation, Layout, LossAggregator, Options
 from megatron_lossagg.integrations import _weigh_terms, weigh_rl, weigh_script
+from megatron_lossagg.reduction.segments import held
 from megatron_lossagg.weigh.weighing import Weighing
 
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -1656,6 +1657,70 @@ at_cp_2(
     per_token=True,
     trains="token_mean",
 )
+
+
+def gathered(name, of_losses, **expected):
+    """Our step of gathered losses with token weights; ``of_losses``: what is heard, of them."""
+
+    @row(f"at CP 2, gathered losses with token weights, {name}", on=2,
+         sizes={"context_parallel_size": 2}, **expected)  # fmt: skip
+    def run():
+        found = toy.sequences((((8, 4), (12,)),))
+        chunk = toy.chunk_of(toy.total(found))
+        aggregator = LossAggregator([chunk], Aggregation("sample_mean", count="weights"))
+        weighing, chunk_values = Weighing([chunk]), [value(t) for s in found for t in range(s.n)]
+        step = aggregator.step(
+            active_tokens=[sum(value(t) > 0 for t in range(s.n)) for s in found],
+            token_weight_sums=[sum_of(s) for s in found],
+            num_microbatches=toy.M,
+        )
+
+        def forward_step(iterator, model):
+            mine = toy.own(found, next(iterator))
+            offsets = np.cumsum([0, *toy.lengths_of(mine)])
+            layout = Layout.thd_zigzag(
+                offsets, cp_size=2, cp_rank=parallel_state.get_context_parallel_rank()
+            )
+            tokens = toy.tokens_of(mine)
+            here = held(torch.arange(len(tokens)), layout)
+            values = torch.tensor(chunk_values)[tokens]
+            heard, losses = of_losses(weighing, model(tokens[here]), here, toy.lengths_of(mine))
+            del heard
+
+            def loss_func(losses):
+                numbers = [found.index(s) for s in mine]
+                mb = made.microbatch(
+                    numbers, (values > 0).int(), layout=layout.gathered(), token_weights=values
+                )
+                loss = mb.reduce(losses)
+                return mb.outputs(loss, report={"loss": loss})
+
+            return losses, loss_func
+
+        with step as made, weighing:
+            toy.run_batches(chunk, forward_step, range(toy.M))
+        weights = toy.by_hand(found, lambda s: 1 / (len(found) * sum_of(s))) * chunk_values
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        return weighing, None, None
+
+
+def whole_of(own, here, lengths):
+    return torch.zeros(sum(lengths), dtype=own.dtype).index_put((here,), own)
+
+
+def heard_gathered(weighing, own, here, lengths):
+    heard = weighing.losses(whole_of(own, here, lengths), lengths=lengths)
+    return heard, heard
+
+
+def heard_before_it(weighing, own, here, lengths):
+    counts = torch.bincount(torch.repeat_interleave(torch.tensor(lengths))[here]).tolist()
+    heard = weighing.losses(own, lengths=counts)
+    return heard, whole_of(heard, here, lengths)
+
+
+gathered("heard when they are", heard_gathered, trains="sample_mean")
+gathered("heard before", heard_before_it, trains="sample_mean")
 
 
 if __name__ == "__main__":
