@@ -17,7 +17,7 @@ _READ = (
 )
 
 _ZEROED = (
-    "{} calls of losses on a rank, whose gradients were zeroed after they had trained, as of a "
+    "calls of losses, {} on a rank, whose gradients were zeroed after they had trained, as of a "
     "step that is repeated; if the optimizer stepped in between, weigh one step"
 )
 

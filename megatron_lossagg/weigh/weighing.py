@@ -2,7 +2,7 @@
 
 For a token t with loss x_t, ``a_t = g_t f``: ``g_t`` arrives at ``x_t`` in the backward pass and
 holds what the script and the schedule do (mask, sum, means, ``/ num_tokens``, ``/ M``), once the
-loss scale is taken out; ``f`` is what happens to every gradient afterwards (``measured.py``). The
+loss scale is taken out; ``f`` is what happens to every gradient afterwards (``compare.py``). The
 gradient of the step is ``sum_t a_t d x_t / d theta`` over the tokens of all data- and
 context-parallel ranks.
 
@@ -87,8 +87,9 @@ class Weighing:
     ``loss_scale``: what the loss is multiplied by, and the gradient divided by, that Megatron's
     ``grad_scale_func`` does not know, such as torch's ``GradScaler.get_scale()``.
 
-    What a program asks of ``torch.autograd.grad`` at parameters arrives as well: leave it out of a
-    weighed step.
+    What a program asks of ``torch.autograd.grad`` trains nothing, and is not counted. A hook of a
+    program's own on the gradient of a parameter, or of what lies between the losses and the model,
+    is not seen.
 
     Examples:
         One process, a step of one microbatch with sequences of 6 and 2 tokens. With a schedule,
@@ -362,7 +363,9 @@ class Weighing:
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
             unheard=unheard if microbatches else 0,
-            zeroed=sum(call.is_zeroed for call in self._calls if call.term == term),
+            zeroed=sum(
+                call.is_zeroed for call in self._calls if call.term == term and not call.is_again
+            ),
             lacks=self._lacks,
         )
 

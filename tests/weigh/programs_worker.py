@@ -537,7 +537,7 @@ def heard_before():
     return loop(listen)
 
 
-@row("a step for each microbatch", says="left out: 1 calls of losses on a rank", on=1,
+@row("a step for each microbatch", says="left out: calls of losses, 1 on a rank", on=1,
      trains="token_mean")  # fmt: skip
 def steps_of_microbatches():
     found = toy.sequences()
