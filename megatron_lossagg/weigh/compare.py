@@ -382,7 +382,9 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     """
     counted = [rank for rank in ranks if rank.counts]
     f = _F.of(ranks)
-    every = _sequences(ranks, f.value)
+    every, unheard = _sequences(ranks, f.value), _unheard(counted)
+    if unheard:  # nobody knows which other samples, prompts and groups there are
+        every = [replace(one, sample=None, prompt=None, group=None) for one in every]
     sequences = [one for one in every if one.tokens]
     empty = [one for one in every if not one.tokens and not one.missed]
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
@@ -423,7 +425,7 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         inside=max(map(spread, lowest_S.tolist(), highest_S.tolist()), default=1.0),
         outside=outside,
         missed=missed,
-        unheard=_unheard(counted),
+        unheard=unheard,
         zeroed=max(rank.zeroed for rank in ranks),
         shown=_shown(min(shown, key=lambda part: len(part.shown), default=None)),
     )
@@ -685,22 +687,17 @@ def _unweighted(step: Weighed, ranks: Sequence[RankWeights]) -> list[str]:
 
 
 def _hints(step: Weighed, tolerance: float) -> list[str]:
-    """Say if a mean over samples would be right if B counted some sequences without a token."""
-    names = [name for name in OVER_SAMPLES if name in step.factors]
+    """Say if a mean over samples would be right if B counted some without a token."""
+    hints, v = [], len(step.sequences)
+    most, whose = step.num_empty, f"of {step.num_empty} empty sequences: pass sample="
     if step.unheard:
-        return [f"or {name}, if B counts samples of {step.unheard}" for name in names]
-    hints = []
-    for name in names:
-        at, apart = step.factors[name], tolerance
+        most, whose = 10 * v, f"samples of {step.unheard}"
+    for name in (name for name in OVER_SAMPLES if name in step.factors):
+        apart = tolerance
         if tolerance == TOLERANCE:  # of float32, whose weights are known better
             apart = max(spread(*step.modes[name]) - 1, _FINEST)
-        if k := counted_empty(at, len(step.sequences), step.num_empty, apart):
-            hints.append(
-                f"or {name}, if B counts {k} of {step.num_empty} empty sequences: pass sample="
-            )
-        elif step.num_empty and name == step.nearest:
-            hints.append(
-                f"or another factor, if B counts some of {step.num_empty} empty sequences: pass "
-                "sample="
-            )
+        if k := counted_empty(step.factors[name], v, most, apart):
+            hints.append(f"or {name}, if B counts {k} {whose}")
+        elif most and name == step.nearest:
+            hints.append(f"or another factor, if B counts some {whose}")
     return hints

@@ -299,7 +299,12 @@ class Weighing:
         ]
         of_term = {
             name: [
-                terms.get(name, replace(rank, parts=[], tolerance=TOLERANCE))
+                terms.get(
+                    name,
+                    replace(
+                        rank, parts=[], tolerance=TOLERANCE, unheard=rank.sizes["M"] * rank.counts
+                    ),
+                )
                 for rank, terms in found
             ]
             for name in trained or names
@@ -335,9 +340,6 @@ class Weighing:
             if counts
         }
         microbatches = of_term.get(term, [])
-        # Of a microbatch that nothing was heard of, nobody knows how many empty samples it has.
-        unheard = max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0
-        unknown: dict[str, Any] = dict.fromkeys(("sample", "prompt", "group")) if unheard else {}
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
@@ -345,7 +347,7 @@ class Weighing:
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
             parts=[
-                replace(part, **unknown)
+                part
                 for number, calls in enumerate(microbatches)
                 for part in self._parts(number, calls, is_told=len(self._told) == len(microbatches))
             ],
@@ -362,7 +364,7 @@ class Weighing:
             },
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
-            unheard=unheard if microbatches else 0,
+            unheard=max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0,
             zeroed=sum(
                 call.is_zeroed for call in self._calls if call.term == term and not call.is_again
             ),

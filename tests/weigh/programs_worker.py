@@ -1010,16 +1010,16 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
         return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
 
 
-def unheard(name, weight, *, ids=True, **expected):
-    """A row of which a microbatch is not heard on each rank."""
+def unheard(name, weight, *, ids=True, hears=lambda rank: True, lengths=toy.LENGTHS, **expected):
+    """A row of which a microbatch is not heard on each rank; ``hears``: or all of a rank's."""
 
     @row(f"a microbatch that nothing is heard of, {name}", **expected)
     def run():
-        found = toy.sequences()
+        found = toy.sequences(lengths)
         chunk = toy.chunk_of(toy.total(found))
         weighing = Weighing([chunk], num_microbatches=toy.M + 1)
         with weighing:
-            for m in range(toy.M):
+            for m in range(toy.M if hears(dist.get_rank()) else 0):
                 mine = toy.own(found, m)
                 more = {"sample": [sample(s) for s in mine]} if ids else {}
                 losses = chunk(toy.tokens_of(mine))
@@ -1039,12 +1039,15 @@ unheard("ids do not say B", counts_two_more, says="row_mean (sample)")
 unheard("a right sample_mean", counts_two_more,
         says=f"times sample_mean, if B counts no sample of {MISSING}")  # fmt: skip
 unheard("a right sample_mean is a hint", counts_two_more, ids=False,
-        says=f"or sample_mean, if B counts samples of {MISSING}")  # fmt: skip
+        says=f"or sample_mean, if B counts 2 samples of {MISSING}")  # fmt: skip
+unheard("a rank hears none of its own", counts_two_more, lengths=(*toy.LENGTHS[:1], ((), ())),
+        hears=lambda rank: rank == 0, on=2,
+        says="if B counts no sample of 4 of 6 microbatches, of which")  # fmt: skip
 unheard("token_mean", lambda s, found: 1 / toy.total(found), trains="token_mean")
 unheard("stock", lambda s, found: 1 / ((toy.M + 1) * toy.world() * s.n_mb),
         trains="microbatch_token_mean")  # fmt: skip
 unheard("a sum", lambda s, found: 1 / (len(found) + 1),
-        says=f"or sample_sum, if B counts samples of {MISSING}")  # fmt: skip
+        says=f"or sample_sum, if B counts 1 samples of {MISSING}")  # fmt: skip
 
 
 weighed_as(
