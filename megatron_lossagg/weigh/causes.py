@@ -132,6 +132,8 @@ def spread(low: float, high: float) -> float:
 _SMALL = 64
 """A count below it may equal a number by chance."""
 _MOST = 2
+_MANY = 3
+"""Of so many factors it may be written down if it is round."""
 _COARSE = 1e-3
 """Of a coarser tolerance many quotients equal a number by chance."""
 _SEQUENCE = ("dp_rank_P", "microbatch_P", "sequence_P")
@@ -400,10 +402,11 @@ def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
 
 
 def _may_be_chance(one: Explanation) -> bool:
-    """Whether a factor that a count of the step explains may be a number that was written down."""
+    """Whether a factor that sizes and counts explain may be a number that was written down."""
     is_small = 1 / _SMALL < one.factor < _SMALL and one.name.removeprefix("1/") in ("N", "B")
-    has_count = any(word in one.name for word in ("N", "B", "num_tokens", "tokens"))
-    return is_small or (has_count and float(f"{one.factor:.2g}") == float(f"{one.factor:.6g}"))
+    is_round = float(f"{one.factor:.2g}") == float(f"{one.factor:.6g}")
+    is_simple = one.cost < _MANY and not any(name in one.name for name in ("N", "B", "tokens"))
+    return is_small or (is_round and not is_simple)
 
 
 def _numbers(step: Step, columns: Sequence[str]) -> Array:

@@ -1143,6 +1143,15 @@ weighed_as(
 )
 
 
+weighed_as(
+    "a coefficient that a quotient of sizes equals",
+    lambda s, found: 0.75 / toy.total(found),
+    lengths=LARGER,
+    says="= M/DP^2, or a number of the script's own: weigh a second step",
+    on=2,
+)
+
+
 def with_empty(name, weight, *, known, **expected):
     """A row with one empty sample of rank 0."""
 
