@@ -35,8 +35,7 @@ from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.weigh.causes import Array
-from megatron_lossagg.weigh.compare import Added
+from megatron_lossagg.weigh.causes import Added, Array
 from megatron_lossagg.weigh.listen import number_of_pass
 
 
