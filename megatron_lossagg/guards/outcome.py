@@ -31,8 +31,8 @@ from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import Line, StepLog, Term
-from megatron_lossagg.weigh.listen import listen
-from megatron_lossagg.weigh.ratios import equal_to
+from megatron_lossagg.weigh.causes import constant, equal_to, is_near
+from megatron_lossagg.weigh.listen import listen, weights_of
 
 _TOLERANCE = 1e-5
 _ENDS = "before mb.reduce; ignore this if that is meant"
@@ -123,7 +123,7 @@ class _Found(NamedTuple):
 
     def is_all(self, value: float, tolerance: float) -> bool:
         """Whether the weight of each token is a value."""
-        return max(abs(self.lowest - value), abs(self.highest - value)) <= tolerance * abs(value)
+        return all(is_near(one, value, tolerance) for one in (self.lowest, self.highest))
 
 
 class Outcome(Guard):
@@ -251,11 +251,10 @@ def _ratios(one: _Measured, unit: float, scale: Callable[[Tensor], Tensor] | Non
     arrived = one.line.heard[one.line.num_early :]
     if not arrived:
         return []
-    gradient_T = torch.stack(arrived).sum(dim=0).reshape(-1)
-    if scale is not None:
-        gradient_T = gradient_T / scale(torch.ones((), device=gradient_T.device))
-    dtype = torch.promote_types(gradient_T.dtype, torch.float32)
-    weight_T = one.microbatch.weights(dtype, gradient_T.device)
+    dtype, device = torch.promote_types(arrived[0].dtype, torch.float32), arrived[0].device
+    loss_scale = 1.0 if scale is None else scale(torch.ones((), device=device))
+    gradient_T = weights_of(arrived, loss_scale, dtype)
+    weight_T = one.microbatch.weights(dtype, device)
     if not len(weight_T):
         return []
     is_weighed_T = weight_T != 0
@@ -279,16 +278,21 @@ def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None
     if all(counts):
         _warn_of_division(counts[0])
         return
-    first, mode, n = found[0].lowest, step.plan.aggregation.mode, step.scaling.active_tokens
-    if first and all(one.is_all(first, tolerance) for one in found):
+    lowest, highest = min(one.lowest for one in found), max(one.highest for one in found)
+    factor, mode, n = (
+        constant(lowest, highest, tolerance),
+        step.plan.aggregation.mode,
+        step.scaling.active_tokens,
+    )
+    if factor is not None:
         m, groups = step.scaling.num_microbatches, step.groups
         sizes = {"M": m, "DP": groups.dp_size, "CP": groups.cp_size}
         others = {"N": n} if n else {}
-        products = equal_to(first, sizes, others, tolerance=tolerance, only_products=True)
+        products = equal_to(factor, sizes, others, tolerance=tolerance, only_products=True)
         if products:
             warn_once(
                 "multiplied losses",
-                f"each token was trained with {first:.6g} = {products[0]} times its weight of "
+                f"each token was trained with {factor:.6g} = {products[0]} times its weight of "
                 f"{mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._shared import imported
-from megatron_lossagg.weigh import told
+from megatron_lossagg.weigh.listen import own
 
 SCALE = "loss_aggregation_scale"
 """Column of a batch, ``[sequences, 1 or s]``: what advantages were multiplied by."""
@@ -70,7 +70,7 @@ def weighed_worker(worker: Any, aggregation: Any = None) -> Any:
         def init_model(self, *args: Any, **kwargs: Any) -> Any:
             from megatron_lossagg.integrations import weigh_rl
 
-            told.own[:] = [] if aggregation is None else [aggregation]
+            own[:] = [] if aggregation is None else [aggregation]
             weigh_rl.install("skyrl")
             return super().init_model(*args, **kwargs)
 

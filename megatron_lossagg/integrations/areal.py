@@ -40,7 +40,7 @@ from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.weigh import told
+from megatron_lossagg.weigh.listen import own
 
 _NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
 _VERSION = "use AReaL 4aef98d8"
@@ -198,7 +198,7 @@ def _actor(base: Any) -> Any:
                     "each microbatch; train without config.teacher"
                 )
             scale_S = _scales(self, data, data.get(PROMPT), loss_weight_fn)
-            told.own[:] = [_of_environment()]
+            own[:] = [_of_environment()]
             advantages = data["advantages"]
             scale = scale_S.to(advantages)[:, None].expand_as(advantages)
             data["advantages"], data[SCALE] = advantages * scale, scale.contiguous()

@@ -47,7 +47,7 @@ from megatron_lossagg.reduction.integers import is_integer
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.table import StepTotals
-from megatron_lossagg.weigh.told import tell
+from megatron_lossagg.weigh.listen import tell
 
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 _OF_A_SPLIT_STEP = {

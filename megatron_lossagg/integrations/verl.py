@@ -72,7 +72,7 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.weigh.told import tell
+from megatron_lossagg.weigh.listen import tell
 
 COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_mean", "balanced")
 """Modes that can leave empty samples out."""

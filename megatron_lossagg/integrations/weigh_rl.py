@@ -80,6 +80,8 @@ class Where(NamedTuple):
     """The ids of its sequences, as for a step, by the position of the first token of each."""
     column: str = ""
     """The column that ``ids`` reads."""
+    has_names: bool = True
+    """Whether a microbatch has names or ids."""
     is_by_call: bool = False
     """Whether its loss function may be called for each sequence of a microbatch."""
     reduces: tuple[str, str] = ("", "")
@@ -123,6 +125,7 @@ FRAMEWORKS: Mapping[str, Where] = {
         "nemo_rl.models.megatron.train",
         [Reduction("nemo_rl.algorithms.loss.loss_functions", "masked_mean", "values", None)],
         sums_gradients=True,
+        has_names=False,
         is_by_call=True,
     ),
     "areal": Where(
@@ -150,6 +153,7 @@ FRAMEWORKS: Mapping[str, Where] = {
             Reduction(f"{_OURS}.ms_swift_grpo", "GRPOIntegration.loss", "losses", None, "returned"),
         ],
         sums_gradients=False,
+        has_names=False,
     ),
 }
 """What is heard of each framework, and under a mode of ours."""
@@ -163,8 +167,11 @@ class _Weighing(TermsWeighing):
         self.where, self.is_reduced_later = where, False
         self._pending: Weighing | None = None
         """A step whose gradients are not reduced yet."""
+        self.missed: dict[str, str] = {}
+        """What was looked for in this step by the name of a variable, and not found, and where."""
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
+        self.missed.clear()
         cp_size, _ = _context_parallel()
         scale = 1 / cp_size if self.where.sums_gradients else 1.0
         return Weighing(chunks, num_microbatches=num_microbatches, loss_scale=scale)
@@ -185,11 +192,14 @@ class _Weighing(TermsWeighing):
     def _trained(self, terms: dict[str, Weighed]) -> dict[str, Weighed]:
         if not any(step.sequences for step in terms.values()):
             names = ", ".join(row.function for row in self.where.reductions)
+            missed = "".join(f" ({what}: {why})" for what, why in self.missed.items())
             raise ContractError(
                 f"got a step whose losses no one of {names} reduced, expected one: this loss is "
-                "not weighed here (docs/weigh.md); train it without weighing"
+                f"not weighed here (docs/weigh.md); train it without weighing{missed}"
             )
-        return terms
+        return {
+            name: replace(step, lacks={**step.lacks, **self.missed}) for name, step in terms.items()
+        }
 
     def hear_whole(
         self,
@@ -213,7 +223,7 @@ class _Weighing(TermsWeighing):
         cp_size, cp_rank = _context_parallel() if is_shared else (1, 0)
         sequences = np.repeat(np.arange(len(lengths)), lengths)[cp_rank::cp_size]
         index = torch.arange(cp_rank, losses.numel(), cp_size, device=losses.device)
-        batch = _batch(frame, self.where, scale)
+        batch = self._batch(frame, scale)
         names, first = None, np.minimum(np.cumsum(lengths) - lengths, max(losses.numel() - 1, 0))
         ids: Mapping[str, Any] = {}
         if batch is not None:
@@ -235,6 +245,26 @@ class _Weighing(TermsWeighing):
         if times is not None:
             heard = heard * times.to(heard)
         return losses.reshape(-1).index_add(0, index, heard).view_as(losses)
+
+    def _batch(self, frame: Any, scale: str) -> Any:
+        """Return the nearest microbatch of the framework that has names, ids or the scale.
+
+        By the name of its callers' variable, since what reduces losses is not passed it. Without
+        such a variable sequences are numbered, and the report says so. The scale is a column that
+        our integration adds.
+        """
+        where, function, found = self.where, frame.f_code.co_name, False
+        while frame is not None:
+            batch = frame.f_locals.get(where.batch)
+            keys = batch.keys() if hasattr(batch, "keys") else ()
+            if scale in keys or (keys and (where.names(batch) is not None or where.column in keys)):
+                return batch
+            found, frame = found or bool(keys), frame.f_back
+        if not found and where.has_names:
+            self.missed["names of sequences"] = (
+                f"no caller of {function} has a microbatch in a variable {where.batch}"
+            )
+        return None
 
 
 def install(framework: str, *, steps: int = 1, report: Report = print_term) -> TermsWeighing:
@@ -320,8 +350,12 @@ def _inside(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> C
     def heard(*args: Any, **kwargs: Any) -> Any:
         if not weighing.is_listening:
             return stock(*args, **kwargs)
-        with _Variables(weighing, row, inspect.unwrap(stock).__code__):
-            return stock(*args, **kwargs)
+        with _Variables(weighing, row, inspect.unwrap(stock).__code__) as variables:
+            made = stock(*args, **kwargs)
+        if not variables.has_heard:
+            names = f"{row.losses} and {row.mask}"
+            weighing.missed[row.function] = f"no operation there took its variables {names}"
+        return made
 
     return heard
 
@@ -346,47 +380,32 @@ class _Variables(TorchFunctionMode):
     """Hears two variables of a function where an operation first takes both.
 
     For AReaL and ms-swift, which make their losses and reduce them in one function, so that no call
-    passes them: the variables are read by their names in its frame. Another name is not silent: a
-    step in which nothing was heard is refused.
+    passes them: the variables are read by their names in its frame. A call in which another name
+    stands is reported, and a step in which nothing was heard is refused.
     """
 
     def __init__(self, weighing: _Weighing, row: Reduction, code: Any) -> None:
         super().__init__()
         self._weighing, self._row, self._code = weighing, row, code
-        self._has_heard = False
+        self.has_heard = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, on losses that are heard."""
         frame = sys._getframe(1)
-        if frame.f_code is self._code and not self._has_heard:
+        if frame.f_code is self._code and not self.has_heard:
             named = frame.f_locals
             losses, mask = named.get(self._row.losses), named.get(self._row.mask or "")
             is_reduced = all(any(x is one for one in args) for x in (losses, mask))
             if isinstance(losses, Tensor) and is_reduced:
-                self._has_heard = True
+                self.has_heard = True
                 offsets = named.get(self._row.cu_seqlens)
                 heard = self._weighing.hear_whole(
                     losses, mask, offsets, frame, scale=self._row.scale
                 )
                 args = tuple(heard if one is losses else one for one in args)
         return func(*args, **(kwargs or {}))
-
-
-def _batch(frame: Any, where: Where, scale: str) -> Any:
-    """Return the nearest microbatch of a framework that has names, ids or the scale.
-
-    By the name of its callers' variable, since what reduces losses is not passed it. Without names
-    sequences are numbered. The scale is a column that our integration adds.
-    """
-    while frame is not None:
-        batch = frame.f_locals.get(where.batch)
-        keys = batch.keys() if hasattr(batch, "keys") else ()
-        if scale in keys or (keys and (where.names(batch) is not None or where.column in keys)):
-            return batch
-        frame = frame.f_back
-    return None
 
 
 def _context_parallel() -> tuple[int, int]:

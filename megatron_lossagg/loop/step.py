@@ -53,7 +53,7 @@ from megatron_lossagg.reduction.step_state import StepLog, Term
 from megatron_lossagg.reduction.table import Counted
 from megatron_lossagg.reduction.untraced import untraced
 from megatron_lossagg.reduction.weighted import StepWeights
-from megatron_lossagg.weigh.told import listening, tell
+from megatron_lossagg.weigh.listen import listening, tell
 
 _Plan = TypeVar("_Plan", bound=StepWeights)
 

@@ -19,7 +19,7 @@ from megatron_lossagg.verify.cases import Case, Expected
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment
-from megatron_lossagg.weigh.ratios import equal_to
+from megatron_lossagg.weigh.causes import equal_to
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

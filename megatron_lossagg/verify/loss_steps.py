@@ -36,8 +36,8 @@ from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.small_gpt import config_of, run_schedule
 from megatron_lossagg.verify.step_data import LENGTHS
 from megatron_lossagg.verify.world import split_world
+from megatron_lossagg.weigh.causes import equal_to
 from megatron_lossagg.weigh.compare import TOLERANCE, Weighed
-from megatron_lossagg.weigh.ratios import equal_to
 from megatron_lossagg.weigh.weighing import Weighing
 
 _BY_TOKEN, _BY_SAMPLE, _AS_IT_IS = "token_mean", "sample_mean", "weights"

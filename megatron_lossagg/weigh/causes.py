@@ -4,29 +4,163 @@ A kind is a mode, or a mean over places (microbatches, ranks, all) of means, eac
 share; a factor is a quotient of the sizes and counts of the step. Of all that explain a step, and
 the step before it, those with the fewest factors are named.
 
+And f, measured: what became of the gradients that backward passes have added to a parameter. The
+step's gradient of a parameter is f times the sum, over the ranks that add up their gradients, of
+what their backward passes added. Both are heard at some entries of a few small parameters
+(``factors.py``), so that nothing is assumed of what reduces, averages, scales or divides them.
+
 NumPy only.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lossagg.weigh.ratios import constant, is_near, near, quotients
-
 _SMALL = 64
 """A count below it may equal a number by chance."""
 _MOST = 2
+_MANY = 3
+"""Of so many factors it may be written down if it is round."""
 _COARSE = 1e-3
 """Of a coarser tolerance many quotients equal a number by chance."""
+_SEQUENCE = ("dp_rank_P", "microbatch_P", "sequence_P")
 _LAST = 9
 """How many factors a number of the script's own counts as: it explains any."""
 OWN = "a number of the script's own"
 Array = np.ndarray[Any, Any]
+_ROUNDINGS, _LEAST = 4, 1e-5
+"""How many roundings of its dtype a gradient may be off, and the least that is told apart."""
+_ROUNDED = 0.02
+"""The residual of a gradient that was rounded, at most; with more it is another gradient."""
+_NOT_ZERO = (
+    "the gradient buffer was not zero before the step: what was there is trained with it; zero "
+    "gradients before the step, or weigh the first of several schedule calls"
+)
+_NOT_REDUCED = (
+    "nothing was reduced: each rank has the gradient of its own tokens, as under no_sync in every "
+    "microbatch, or with a forward pass that goes by the wrapper"
+)
+_NO_MULTIPLE = (
+    "the gradients are no multiple of what backward passes added: they were reduced over some of "
+    "the ranks, or changed afterwards"
+)
+
+
+class Quotient(NamedTuple):
+    """A quotient of sizes and counts, such as ``N/(M DP CP)``."""
+
+    value: float
+    powers: Mapping[str, int]
+
+    @property
+    def number(self) -> int:
+        """How many factors it has."""
+        return sum(map(abs, self.powers.values()))
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product of different ones, or one over it."""
+        return {*self.powers.values()} in ({1}, {-1})
+
+    @property
+    def name(self) -> str:
+        """Write it on a line."""
+        above, below = (
+            " ".join(
+                name if abs(power) == 1 else f"{name}^{abs(power)}"
+                for name, power in self.powers.items()
+                if power * sign > 0
+            )
+            for sign in (1, -1)
+        )
+        under = f"({below})" if " " in below else below
+        return (above or "1") + (f"/{under}" if below else "")
+
+
+def quotients(
+    sizes: Mapping[str, float], counts: Mapping[str, float], *, most: int = 4
+) -> list[Quotient]:
+    """List the quotients of at most so many factors.
+
+    A size may stand in it twice, one count above and one below the line.
+    """
+    found = [Quotient(1.0, {})]
+    for name, value in [*sizes.items(), *counts.items()]:
+        powers = (1, -1) if name in counts else (1, -1, 2, -2)
+        found += [
+            Quotient(one.value * value**power, {**one.powers, name: power})
+            for one in found
+            for power in powers
+            if value > 1
+            and one.number + abs(power) <= most
+            and not (name in counts and power in [one.powers.get(other) for other in counts])
+        ]
+    return found[1:]
+
+
+def near(factor: float, among: Iterable[Quotient], tolerance: float) -> list[Quotient]:
+    """List those that equal a factor: the fewest factors first, then the shortest name.
+
+    None equals 1, which needs no name.
+    """
+    if is_near(factor, 1, tolerance):
+        return []
+    found = [one for one in among if is_near(factor, one.value, tolerance)]
+    return sorted(found, key=lambda one: (one.number, one.name.count("^"), len(one.name)))
+
+
+def equal_to(
+    factor: float,
+    sizes: Mapping[str, float],
+    counts: Mapping[str, float],
+    *,
+    tolerance: float,
+    only_products: bool = False,
+) -> list[str]:
+    """Name the quotients with the fewest factors that equal a factor."""
+    among = [one for one in quotients(sizes, counts) if one.is_product or not only_products]
+    equal = near(factor, among, tolerance)
+    return [one.name for one in equal if one.number == equal[0].number]
+
+
+def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:
+    """Return how many empty sequences B counts if it makes a factor of ``at``: V / (V + k), or 0.
+
+    ``v``: how many sequences have a token. ``tolerance``: relative, of ``at``. If it is too coarse
+    to tell k from k + 1, only k = ``num_empty`` is tried.
+    """
+    if at is None or not v / (v + num_empty + 1) < at < 1:
+        return 0
+    k = round(v / at) - v if tolerance * (v + num_empty) < 0.5 else num_empty
+    return k if 0 < k <= num_empty and is_near(at * (v + k) / v, 1, tolerance) else 0
+
+
+def constant(low: float, high: float, tolerance: float) -> float | None:
+    """Return what lies between two ratios that are one but for ``tolerance``, else None."""
+    middle = (low + high) / 2
+    is_one = math.isfinite(middle) and abs(high - low) <= tolerance * abs(middle)
+    return middle if middle and is_one else None
+
+
+def is_near(value: float, wanted: float, tolerance: float) -> bool:
+    """Whether a number is another but for ``tolerance``, relative to that."""
+    return abs(value / wanted - 1) <= tolerance
+
+
+def spread(low: float, high: float) -> float:
+    """Return the larger weight over the smaller, by size; infinite if one is 0 or they differ in
+    sign.
+    """
+    small, large = sorted((abs(low), abs(high)))
+    if not math.isfinite(low + high) or low * high <= 0:
+        return math.inf if low != high or low else 1.0
+    return large / small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,43 +266,69 @@ def kinds(step: Step, modes: Mapping[str, Array]) -> Iterator[Kind]:
 
     ``modes``: the weight of a token of each sequence with a weight, in the order of their places.
     """
-    n_P, one = step.tokens_P, np.ones(len(step.tokens_P))
-    sequence = _numbers(step, ("dp_rank_P", "microbatch_P", "sequence_P"))
-    b = float(sequence.max() + 1)
+    sequence = _numbers(step, _SEQUENCE)
     for name, weight_S in modes.items():
         if not name.startswith("microbatch"):  # which is one of the others
             yield Kind(name, weight_S[sequence], cost="_sum" in name, is_mode=True)
+    b = float(sequence.max() + 1)
     for name, count_P in (("the mask's counts", step.masked_P), ("padded lengths", step.length_P)):
-        if (count_P != n_P).any():
+        if (count_P != step.tokens_P).any():
             of_sample = np.maximum(_sums(sequence, count_P), 1)
-            yield Kind(f"sample_mean of {name}", 1 / (b * of_sample), cost=1, is_mode=True)
+            yield Kind(f"sample_mean of {name}", 1 / (b * of_sample), cost=1)
     for place in PLACES:
-        if place.only_if and step.sizes.get(place.only_if, 1) == 1:
-            continue  # it is one of the others
-        number = _numbers(step, place.columns)
-        n_place, b_place = _sums(number, n_P), _distinct(number, sequence)
-        here = _numbers(step, (*place.columns, "dp_rank_P", "microbatch_P", "sequence_P"))
-        padded_P = _sums_of_places(number, step.padded_P, step)
-        ranks = np.prod([step.sizes.get(name, 1) for name in place.sizes if name != "M"])
-        means = ranks * (step.m_P if "M" in place.sizes else one)
-        found, total = int(number.max()) + 1, round(float(means.max()))
-        is_same = bool((means == means[0]).all())
-        note = f"; {total - found} of {total} have no token" * (is_same and found < total)
-        of_samples = b_place * _sums(here, n_P)
-        yield Kind(f"a mean of one token mean per {place.words}", 1 / (means * n_place), note=note)
-        yield Kind(
-            f"a mean of one sample mean per {place.words}", 1 / (means * of_samples), note=note
-        )
-        if (padded_P > n_place).any():
-            words = f"a mean of one mean over padded tokens per {place.words}"
-            yield Kind(words, 1 / (means * padded_P), cost=1)
-        for name, share_P in (("samples", b_place), ("padded tokens", padded_P)):
-            whole = share_P[np.unique(number, return_index=True)[1]].sum()
-            if place.words.startswith("microbatch") and whole:
-                words = f"token means of each {place.words}, weighted by its {name}"
-                yield Kind(words, share_P / whole / n_place, cost=1)
-        words = f"sample means of each {place.words}, weighted by its tokens"
-        yield Kind(words, n_place / n_P.sum() / of_samples, cost=1)
+        if not place.only_if or step.sizes.get(place.only_if, 1) > 1:  # else it is another
+            yield from _means_of(place, step, sequence)
+
+
+def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
+    """List the means over the places of one kind: each as one, or with its share."""
+    n_P, number = step.tokens_P, _numbers(step, place.columns)
+    n, b = _sums(number, n_P), _distinct(number, sequence)
+    of_samples = b * _sums(_numbers(step, (*place.columns, *_SEQUENCE)), n_P)
+    padded = _sums_of_places(number, step.padded_P, step)
+    masked = np.maximum(_sums(number, step.masked_P), 1)
+    ranks = math.prod(step.sizes.get(name, 1) for name in place.sizes if name != "M")
+    means = ranks * (step.m_P if "M" in place.sizes else np.ones(len(n_P)))
+    found, total = int(number.max()) + 1, round(float(means.max()))
+    has_less = bool((means == means[0]).all()) and found < total
+    note = f"; {total - found} of {total} have no token" * has_less
+    for words, divisor, cost in (
+        ("token mean", n, 0),
+        ("sample mean", of_samples, 0),
+        ("mean of samples' sums", b, 1),
+        ("mean over padded tokens", padded, 2),
+        ("mean over the mask's tokens", masked, 2),
+    ):
+        if not words.startswith("mean over") or ((divisor != n).any() and divisor.all()):
+            yield Kind(
+                f"a mean of one {words} per {place.words}", 1 / (means * divisor), cost, note
+            )
+    first, each = np.unique(number, return_index=True)[1], f"each {place.words}"
+    for words, divisor, share, by in (
+        ("token means", n, b, "samples"),
+        ("token means", n, padded, "padded tokens"),
+        ("sample means", of_samples, n, "tokens"),
+    ):
+        if by == "tokens" or (place.words.startswith("microbatch") and share.any()):
+            whole = share[first].sum()
+            yield Kind(f"{words} of {each}, weighted by its {by}", share / whole / divisor, cost=1)
+        if "dp_rank_P" in place.columns and step.sizes.get("DP", 1) > 1 and share.all():
+            rank = step.dp_rank_P.astype(int)
+            whole = step.sizes["DP"] * np.bincount(rank[first], share[first])[rank]
+            kind = f"{words} of {each}, weighted by its {by} among its rank's"
+            yield Kind(kind, share / whole / divisor, cost=2)
+
+
+def _by_own_m(kind: Kind, step: Step) -> list[Kind]:
+    """Return a kind, and what ranks make of it that multiply or divide by their own M."""
+    found = [kind]
+    if (step.m_P != step.m_P[0]).any():
+        times = (("times", step.m_P), ("over", 1 / step.m_P))
+        found += [
+            Kind(f"{kind.words}, {words} its rank's M", kind.weight_P * by, kind.cost + 1)
+            for words, by in times
+        ]
+    return found
 
 
 class Explanation(NamedTuple):
@@ -184,6 +344,12 @@ class Explanation(NamedTuple):
     note: str
 
     @property
+    def needs_b(self) -> bool:
+        """Whether it counts samples of several microbatches of a rank."""
+        is_of_one = "per microbatch" in self.kind and "all ranks" not in self.kind
+        return "sample" in self.kind and not is_of_one
+
+    @property
     def form(self) -> str:
         """The kind, over whatever places it is."""
         return re.sub("(per|each) [^,]+", "", self.kind)
@@ -193,7 +359,7 @@ def explanations(step: Step, modes: Mapping[str, Array], tolerance: float) -> li
     """List what explains the weights of all tokens; ``modes`` as for :func:`kinds`."""
     among = quotients(step.sizes, step.counts, most=4 if tolerance <= _COARSE else 2)
     found = []
-    for kind in kinds(step, modes):
+    for kind in (one for each in kinds(step, modes) for one in _by_own_m(each, step)):
         low, high = step.low_P / kind.weight_P, step.high_P / kind.weight_P
         factor = constant(float(low.min()), float(high.max()), tolerance)
         if factor is None:
@@ -250,10 +416,17 @@ def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
     if first.name == OWN:
         return text
     is_own = any((one.kind, one.name) == (first.kind, OWN) for one in found)
-    is_small = 1 / _SMALL < first.factor < _SMALL and first.name.removeprefix("1/") in ("N", "B")
     return f"{text} = {' = '.join(names)}" + f", or {OWN}: weigh a second step" * (
-        is_own and is_small
+        is_own and _may_be_chance(first)
     )
+
+
+def _may_be_chance(one: Explanation) -> bool:
+    """Whether a factor that sizes and counts explain may be a number that was written down."""
+    is_small = 1 / _SMALL < one.factor < _SMALL and one.name.removeprefix("1/") in ("N", "B")
+    is_round = float(f"{one.factor:.2g}") == float(f"{one.factor:.6g}")
+    is_simple = one.cost < _MANY and not any(name in one.name for name in ("N", "B", "tokens"))
+    return is_small or (is_round and not is_simple)
 
 
 def _numbers(step: Step, columns: Sequence[str]) -> Array:
@@ -282,3 +455,77 @@ def _sums_of_places(numbers: Array, values: Array, step: Step) -> Array:
     at = np.unique(each, return_index=True)[1]
     sums: Array = np.bincount(numbers[at], values[at], minlength=int(numbers.max()) + 1)[numbers]
     return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """Some entries of the gradient of a parameter on one rank."""
+
+    place: tuple[int, ...]
+    """Ranks with the same one add up their gradients."""
+    name: str
+    added: Array
+    """By this rank's backward passes, since the gradient was last zero."""
+    size: Array
+    """As ``added``, of absolute values."""
+    before: Array
+    """What was there when the first of them began; NaN if another rank has the entry."""
+    after: Array
+    """What is there after the step; NaN likewise."""
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """f as it was measured."""
+
+    value: float
+    noise: float
+    """How far it may be off, relative."""
+    fault: str = ""
+    """Why the gradient is not f times what was added."""
+
+    def agrees(self, f: float) -> bool:
+        """Whether another f is the same within the noise."""
+        return abs(self.value - f) <= self.noise * abs(f)
+
+
+def measure(heard: Iterable[Added]) -> Measured | None:
+    """Return f by the first parameter whose gradient is large enough; None if there is none.
+
+    ``heard``: by all ranks.
+    """
+    of_parameter: dict[tuple[str, tuple[int, ...]], list[Added]] = {}
+    for one in heard:
+        of_parameter.setdefault((one.name, one.place), []).append(one)
+    found = (_of_parameter(ranks) for ranks in of_parameter.values())
+    return next((one for one in found if one is not None), None)
+
+
+def _of_parameter(ranks: Sequence[Added]) -> Measured | None:
+    """Compare the gradient of one parameter with what its ranks have added to it."""
+    added, size = sum(one.added for one in ranks), sum(one.size for one in ranks)
+    after = np.stack([one.after for one in ranks])
+    owned = ~np.isnan(after)
+    norm, eps = float(np.linalg.norm(added)), max(one.eps for one in ranks)
+    if not norm or not owned.any(0).all() or not np.isfinite(after[owned]).all():
+        return None
+    noise = max(_LEAST, _ROUNDINGS * eps * float(np.linalg.norm(size)) / norm)
+    if not noise < 0.1:  # the sum is what rounding has left of it
+        return None
+    if any(np.nan_to_num(one.before).any() for one in ranks):
+        return Measured(value=np.nan, noise=noise, fault=_NOT_ZERO)
+    every = np.broadcast_to(added, after.shape)
+    f, residual = _multiple(after[owned], every[owned])
+    if residual <= max(noise, _ROUNDED):
+        return Measured(value=f, noise=max(noise, 3 * residual))
+    own = np.stack([one.added for one in ranks])
+    _, residual = _multiple(after[owned], own[owned])
+    fault = _NOT_REDUCED if residual <= max(noise, _ROUNDED) else _NO_MULTIPLE
+    return Measured(value=np.nan, noise=noise, fault=fault)
+
+
+def _multiple(values: Array, of: Array) -> tuple[float, float]:
+    """Return which multiple of an array another is closest to, and how far it is, relative."""
+    f = float(values @ of / (of @ of))
+    return f, float(np.linalg.norm(values - f * of) / (np.linalg.norm(values) or 1.0))

@@ -16,9 +16,21 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.table import StepCounts, Table
-from megatron_lossagg.weigh.causes import OWN, Explanation, Step, common, explanations, likely
-from megatron_lossagg.weigh.measured import Added, measure
-from megatron_lossagg.weigh.ratios import constant, counted_empty, equal_to, is_near, spread
+from megatron_lossagg.weigh.causes import (
+    OWN,
+    Added,
+    Explanation,
+    Step,
+    common,
+    constant,
+    counted_empty,
+    equal_to,
+    explanations,
+    is_near,
+    likely,
+    measure,
+    spread,
+)
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
 """The modes that need nothing but the tokens of sequences and microbatches."""
@@ -39,7 +51,7 @@ _UNHEARD = (
     "its loss does not follow from what was heard: parameters have a gradient, and no token's loss "
     "has one; compute the loss from what losses() returns"
 )
-_OVER_SAMPLES = ("sample_mean", "sample_sum")
+OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
 TOLERANCE = 1e-4
 """Relative, of float32 losses: a few roundings of the script's own."""
@@ -130,6 +142,12 @@ class RankWeights:
     """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``."""
     has_graph: bool = True
     """Whether its losses had a graph."""
+    unheard: int = 0
+    """Of how many microbatches it heard nothing."""
+    zeroed: int = 0
+    """How many calls are not counted, for gradients were zeroed after they trained."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """What was not compared, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +165,7 @@ class Weighed:
     modes: Mapping[str, tuple[float, float]]
     """Smallest and largest a_t / w_s of each mode that was compared."""
     lacks: Mapping[str, str]
-    """What each mode that was not compared needs."""
+    """What each mode, or what else was not compared, needs."""
     trains: str | None
     """The mode that is trained, if a_t / w_s is 1; the first of ``fits``. None if tokens outside of
     the mask have a weight, or some of the mask have none.
@@ -174,6 +192,10 @@ class Weighed:
     """Tokens of the mask without a weight."""
     shown: str = ""
     """The positions of a short sequence."""
+    unheard: str = ""
+    """Of how many microbatches nothing was heard: B is not known then."""
+    zeroed: int = 0
+    """How many calls of a rank are not counted, for gradients were zeroed after they trained."""
     faults: Sequence[str] = ()
     """Why gradients are not what they should be."""
     explained: Sequence[Explanation] = field(default=(), repr=False)
@@ -238,7 +260,9 @@ class Weighed:
             others = f", and so {' and '.join(self.fits[1:])}: this step cannot tell them apart"
             return f"trains {self.fits[0]}{others * (len(self.fits) > 1)}"
         if self.factor is not None:
-            return f"trains {self.factor:.6g} times {self.nearest}"
+            unknown = self.unheard and self.nearest in OVER_SAMPLES
+            heard = f", if B counts no sample of {self.unheard}" if unknown else ""
+            return f"trains {self.factor:.6g} times {self.nearest}{heard}"
         low, high = self.modes[self.nearest]
         at = f"{low:.4g} to {high:.4g} times its weights"
         return f"trains no mode; nearest is {self.nearest}, {at}"
@@ -267,7 +291,9 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     """
     counted = [rank for rank in ranks if rank.counts]
     f = _F.of(ranks)
-    every = _sequences(ranks, f.value)
+    every, unheard = _sequences(ranks, f.value), _unheard(counted)
+    if unheard:  # nobody knows which other samples, prompts and groups there are
+        every = [replace(one, sample=None, prompt=None, group=None) for one in every]
     sequences = [one for one in every if one.tokens]
     empty = [one for one in every if not one.tokens and not one.missed]
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
@@ -308,6 +334,8 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         inside=max(map(spread, lowest_S.tolist(), highest_S.tolist()), default=1.0),
         outside=outside,
         missed=missed,
+        unheard=unheard,
+        zeroed=max(rank.zeroed for rank in ranks),
         shown=_shown(min(shown, key=lambda part: len(part.shown), default=None)),
     )
     return _explained(step, counted, f, weights, tolerance, has_ids=known_empty is not None)
@@ -315,6 +343,15 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
 
 def _has_gradient(ranks: Sequence[RankWeights]) -> bool:
     return any(one.added.any() for rank in ranks for one in rank.added)
+
+
+def _unheard(ranks: Sequence[RankWeights]) -> str:
+    """Say of how many microbatches nothing was heard; context-parallel ranks hear the same ones."""
+    cp_size = ranks[0].sizes["CP"]
+    unheard, m = (
+        sum(of) // cp_size for of in zip(*((r.unheard, r.sizes["M"]) for r in ranks), strict=True)
+    )
+    return f"{unheard} of {m} microbatches, of which nothing was heard" if unheard else ""
 
 
 def _shown(part: Part | None) -> str:
@@ -434,6 +471,8 @@ def _weights(
         if sequences and all(getattr(one, name) is not None for one in sequences)
     } | {*given}  # fmt: skip
     lacks = {name: what for name, what in NEEDS.items() if what not in passed}
+    for rank in ranks:
+        lacks |= rank.lacks
     if not sequences:
         return {}, lacks, None
     of_samples = {one.sample for one in sequences}
@@ -533,10 +572,14 @@ def _explained(
     faults += _unweighted(step, ranks)
     counted = Step.of(ranks, f.value, num_tokens=f.num_tokens)
     found = explanations(counted, weights, tolerance)
+    if step.unheard:
+        found = [one for one in found if not one.needs_b]
     hints = [] if has_ids or step.fits else _hints(step, tolerance)
     own = next((one for one in found if (one.kind, one.name) == ("sample_sum", OWN)), None)
     if own is not None and own.factor > 0 and not step.fits and "constant" in step.lacks:
-        hints.append(f"or constant, if L is {1 / own.factor:.6g}: pass divisor=")
+        divisor = 1 / own.factor
+        if is_near(divisor, max(round(divisor), 1), tolerance):
+            hints.append(f"or constant, if L is {divisor:.6g}: pass divisor=")
     return replace(step, faults=faults, explained=found, hints=hints)
 
 
@@ -553,14 +596,17 @@ def _unweighted(step: Weighed, ranks: Sequence[RankWeights]) -> list[str]:
 
 
 def _hints(step: Weighed, tolerance: float) -> list[str]:
-    """Say if a mean over samples would be right if B counted some sequences without a token."""
-    hints = []
-    for name in _OVER_SAMPLES:
-        at, apart = step.factors.get(name), tolerance
+    """Say if a mean over samples would be right if B counted some without a token."""
+    hints, v = [], len(step.sequences)
+    most, whose = step.num_empty, f"of {step.num_empty} empty sequences: pass sample="
+    if step.unheard:
+        most, whose = 10 * v, f"samples of {step.unheard}"
+    for name in (name for name in OVER_SAMPLES if name in step.factors):
+        apart = tolerance
         if tolerance == TOLERANCE:  # of float32, whose weights are known better
-            apart = max(spread(*step.modes.get(name, (1.0, 1.0))) - 1, _FINEST)
-        if k := counted_empty(at, len(step.sequences), step.num_empty, apart):
-            hints.append(
-                f"or {name}, if B counts {k} of {step.num_empty} empty sequences: pass sample="
-            )
+            apart = max(spread(*step.modes[name]) - 1, _FINEST)
+        if k := counted_empty(step.factors[name], v, most, apart):
+            hints.append(f"or {name}, if B counts {k} {whose}")
+        elif most and name == step.nearest:
+            hints.append(f"or another factor, if B counts some {whose}")
     return hints

@@ -1,13 +1,24 @@
-"""Listen at a tensor: which gradients arrive there in the backward pass, and whether it runs."""
+"""What is heard while a step runs: gradients at losses, of which calls, and what a step has told.
+
+A step of this package calls :func:`tell` for each microbatch, and nobody may listen; neither is
+imported here. An integration that plans steps by itself calls it too, or leaves its aggregation
+here and ids in the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction.integers import IntsLike
 
 
 def is_in_backward() -> bool:
@@ -39,3 +50,214 @@ def _keep(arrived: Keeps, number: int, gradients: Sequence[Tensor | None]) -> No
     gradient = gradients[number]
     if gradient is not None:
         arrived.append(gradient.detach().clone())
+
+
+def weights_of(gradients: Sequence[Tensor], scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return g_t, ``[T]``: the sum of what arrived at losses, over the loss scale; no host sync."""
+    return torch.stack([one.to(dtype) for one in gradients]).sum(dim=0).reshape(-1) / scale
+
+
+listening: list[Callable[[Any, Any, Any], None]] = []
+"""Called with a plan, a microbatch if there is one, and the positions of its sequences."""
+own: list[Any] = []
+"""The aggregation of an integration whose plan is not told."""
+
+
+def tell(plan: Any, microbatch: Any, numbers: Any) -> None:
+    """Tell who listens of a microbatch."""
+    for one in listening:
+        one(plan, microbatch, numbers)
+
+
+_NAMED = (
+    "pass microbatch= to each call, whose sequences are then further ones; the same tokens in a "
+    "second term have term= of their own"
+)
+
+
+class Arrived:
+    """The gradients that arrived at losses, each with the number of its backward pass.
+
+    ``made``: the node that made the losses.
+    """
+
+    def __init__(self, made: Any, then: Callable[[], None]) -> None:
+        self.passes: list[tuple[int, Tensor]] = []
+        self.kept_none: set[int] = set()
+        """Those that add nothing to the first leaf below: of ``torch.autograd.grad``, or of a
+        ``backward(inputs=)`` without it."""
+        self._leaf, self._then = _leaf_below(made), then
+
+    def append(self, gradient: Tensor) -> None:
+        """Keep a gradient of the backward pass that runs."""
+        self.passes.append((number_of_pass(), gradient))
+        if self._leaf is not None and not _is_executed(self._leaf):
+            self.kept_none.add(number_of_pass())
+        self._then()
+
+
+def number_of_pass() -> int:
+    """Return the number of the backward pass that runs; a later one has a larger one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def _leaf_below(node: Any) -> Any:
+    """Return a node that adds to the gradient of a leaf, the first that is found; None if none."""
+    nodes, seen = [node], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().endswith("AccumulateGrad"):
+            return node
+        seen.add(node)
+        nodes += [one for one, _ in node.next_functions]
+    return None
+
+
+def _is_executed(leaf: Any) -> bool:
+    """Whether the backward pass that runs adds to the gradient of a leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch.autograd.grad returns it
+        return False
+
+
+@dataclass(kw_only=True, eq=False)
+class Call:
+    """The losses of a microbatch on this rank, or some of them, and what has arrived at them."""
+
+    term: str
+    shape: tuple[int, ...]
+    eps: float
+    """Of the losses' dtype, in which their gradient arrives."""
+    arrived: Arrived
+    cu_seqlens: IntsLike | None
+    lengths: Sequence[int] | None
+    mask: Tensor | None
+    names: Sequence[str] | None
+    microbatch: int | None
+    cp_group: ProcessGroup | None
+    ids: Mapping[str, Sequence[Any]]
+    """Of samples, prompts and groups, one for each sequence."""
+    token_weights: Tensor | None
+    """What a token weighs in the loss, like the losses; None: each weighs 1."""
+    scale: Tensor | None
+    """What the schedule multiplied the loss by."""
+    has_graph: bool
+    is_again: bool
+    """Whether it was made in a backward pass: a recomputation."""
+    again: Call | None = None
+    """The same losses, recomputed in the backward pass, at which gradients arrived."""
+    heard: Callable[[], Any] = lambda: None
+    """What :meth:`Weighing.losses` returned, while it exists."""
+    gone: int = -1
+    """The last backward pass whose gradients were zeroed."""
+    nothing: frozenset[int] = frozenset()
+    """Backward passes that added to no parameter."""
+
+    @property
+    def trained(self) -> Call:
+        """The call at which gradients arrived."""
+        return self.again or self
+
+    @property
+    def gradients(self) -> list[tuple[int, Tensor]]:
+        """What arrived in passes that count, with their numbers."""
+        passes = self.trained.arrived.passes
+        return [one for one in passes if one[0] > self.gone and one[0] not in self.nothing]
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether gradients arrived, and were zeroed."""
+        return not self.gradients and any(
+            number not in self.nothing for number, _ in self.trained.arrived.passes
+        )
+
+    def is_like(self, other: Call) -> bool:
+        """Whether another has losses of the same shape, mask and lengths; waits for the device."""
+        if self.mask is None or other.mask is None:
+            is_mask = self.mask is other.mask
+        else:
+            is_mask = self.mask.reshape(-1).tolist() == other.mask.reshape(-1).tolist()
+        lengths = [None if one.lengths is None else [*one.lengths] for one in (self, other)]
+        return self.shape == other.shape and is_mask and lengths[0] == lengths[1]
+
+
+def microbatches_of(
+    calls: Sequence[Call], m: int | None, *, gone: int, reaching: Container[int] = ()
+) -> list[list[Call]]:
+    """Return the calls of one term by microbatch; those that train nothing are left out.
+
+    ``m``: M, if it is known. ``gone``: the last backward pass whose gradients were zeroed.
+    ``reaching``: those that reached a parameter. Raises :class:`ContractError` if a call could be
+    another microbatch's or more of one.
+    """
+    heard = _settled(calls)
+    for call in heard:
+        call.gone = gone
+        kept_none = call.trained.arrived.kept_none
+        call.nothing = frozenset(one for one in kept_none if one not in reaching)
+    reached = [call for call in heard if call.gradients]
+    if any(call.microbatch is not None for call in heard):
+        return _by_number(heard, reached, m)
+    # An evaluation, or a step that was repeated, trains nothing.
+    chosen = heard if len(heard) == m or not reached else reached
+    term = repr(heard[0].term) if heard else ""
+    if m is not None and len(chosen) % m:
+        raise ContractError(
+            f"got {len(chosen)} calls of losses for the term {term} in a step of {m} microbatches, "
+            "expected as many: call it for each, with tokens or without"
+        )
+    passes = [{number for number, _ in call.gradients} for call in chosen]
+    is_one_pass = len(chosen) > 1 and any(
+        one & other for place, one in enumerate(passes) for other in passes[:place]
+    )
+    if (m is not None and len(chosen) > m) or (m is None and is_one_pass):
+        of = f"in a step of {m} microbatches" if m is not None else "in one backward pass"
+        raise ContractError(
+            f"got {len(chosen)} calls of losses for the term {term} {of}, expected one for each "
+            f"microbatch: {_NAMED}"
+        )
+    return [[call] for call in chosen]
+
+
+def _by_number(heard: Sequence[Call], reached: Sequence[Call], m: int | None) -> list[list[Call]]:
+    if any(call.microbatch is None for call in heard):
+        raise ContractError(
+            f"got microbatch= in some calls of losses for the term {heard[0].term!r} and not in "
+            "others, expected it in each"
+        )
+    numbers = [int(call.microbatch or 0) for call in reached or heard]
+    found = []
+    for number in range(max(m or 0, max(numbers) + 1)):
+        its = [call for call in reached if call.microbatch == number]
+        found.append(its or [call for call in heard if call.microbatch == number])
+    return found
+
+
+def _settled(calls: Sequence[Call]) -> list[Call]:
+    """Let a recomputed call at which gradients arrived stand for the call that it repeats.
+
+    That one had no graph; of several, it is the first with the same shape, mask and lengths.
+    Where no gradient arrived, the graph of the first call is the one that trains.
+    """
+    heard = [call for call in calls if not call.is_again]
+    recomputed = [call for call in calls if call.is_again]
+    is_unheard = not heard and any(call.arrived.passes for call in recomputed)
+    for call in recomputed:
+        # Of losses that were only heard with a graph, those of no token are calls too.
+        is_settled = any(call in (one, one.again) for one in heard)
+        if is_settled or (not call.arrived.passes and (not is_unheard or np.prod(call.shape))):
+            continue
+        left = [
+            one
+            for one in heard
+            if not (one.has_graph or one.is_again or one.again)
+            and call.microbatch in (None, one.microbatch)
+        ]
+        if left and not is_unheard:
+            next((one for one in left if one.is_like(call)), left[0]).again = call
+        else:
+            heard.append(call)  # nothing was heard without a graph
+    return heard

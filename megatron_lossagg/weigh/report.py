@@ -16,6 +16,11 @@ _READ = (
     "parameter had a gradient of its own, and is what Megatron's or torch's own code does"
 )
 
+_ZEROED = (
+    "calls of losses, {} on a rank, whose gradients were zeroed after they had trained, as of a "
+    "step that is repeated; if the optimizer stepped in between, weigh one step"
+)
+
 
 def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> str:
     """Return the report of a step; ``number``: its number in the run, if it is known.
@@ -32,6 +37,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         _wrapped("verdict: ", step.verdict),
         *[_wrapped("cause: ", cause) for cause in step.causes],
         *([] if step.is_measured or not step.weight_sum else [_wrapped("read: ", _READ)]),
+        *([_wrapped("left out: ", _ZEROED.format(step.zeroed))] if step.zeroed else []),
         "",
         "weight of a token, relative to  smallest   largest",
     ]
@@ -78,6 +84,8 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "outside": step.outside,
         "missed": step.missed,
         "lacks": dict(step.lacks),
+        "unheard": step.unheard,
+        "zeroed": step.zeroed,
         "is_measured": step.is_measured,
         "trains": step.trains,
         "fits": [*step.fits],

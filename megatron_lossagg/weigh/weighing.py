@@ -2,7 +2,7 @@
 
 For a token t with loss x_t, ``a_t = g_t f``: ``g_t`` arrives at ``x_t`` in the backward pass and
 holds what the script and the schedule do (mask, sum, means, ``/ num_tokens``, ``/ M``), once the
-loss scale is taken out; ``f`` is what happens to every gradient afterwards (``measured.py``). The
+loss scale is taken out; ``f`` is what happens to every gradient afterwards (``compare.py``). The
 gradient of the step is ``sum_t a_t d x_t / d theta`` over the tokens of all data- and
 context-parallel ranks.
 
@@ -11,6 +11,7 @@ Source of what is in g_t: ``schedules.forward_step_calc_loss``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +27,19 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.integers import IntsLike
-from megatron_lossagg.weigh.calls import Arrived, Call, microbatches_of
+from megatron_lossagg.reduction.layout import Layout, held
 from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
-from megatron_lossagg.weigh.factors import run_of
-from megatron_lossagg.weigh.listen import is_in_backward, listen
-from megatron_lossagg.weigh.parameters import Listening
-from megatron_lossagg.weigh.told import listening, own
+from megatron_lossagg.weigh.factors import Listening, run_of
+from megatron_lossagg.weigh.listen import (
+    Arrived,
+    Call,
+    is_in_backward,
+    listen,
+    listening,
+    microbatches_of,
+    own,
+    weights_of,
+)
 
 LOSS = "loss"
 """The name of a loss of one term."""
@@ -45,9 +53,24 @@ class Told(NamedTuple):
     """What a step of this package has told of a microbatch."""
 
     ids: Mapping[str, Sequence[Any]]
-    keep: Tensor | None
+    keep: Tensor | None = None
     """The mask of the tokens that this rank holds."""
-    token_weights: Tensor | None
+    token_weights: Tensor | None = None
+    layout: Layout | None = None
+    """Which tokens these are."""
+
+    def for_losses(self, values: Tensor | None, num: int, fill: float) -> Tensor | None:
+        """Return values for losses of this rank, or of the whole mask that ranks have gathered.
+
+        None if they are of others; ``fill``: of tokens that are another rank's.
+        """
+        if values is None or len(values) == num:
+            return values
+        if self.layout is None or self.layout.num_tokens != num:
+            return None
+        whole = values.new_full((num,), fill)
+        whole[held(torch.arange(num), self.layout).to(whole.device)] = values
+        return whole
 
 
 class Weighing:
@@ -63,8 +86,9 @@ class Weighing:
     ``loss_scale``: what the loss is multiplied by, and the gradient divided by, that Megatron's
     ``grad_scale_func`` does not know, such as torch's ``GradScaler.get_scale()``.
 
-    What a program asks of ``torch.autograd.grad`` at parameters arrives as well: leave it out of a
-    weighed step.
+    What a program asks of ``torch.autograd.grad`` trains nothing, and is not counted. A hook of a
+    program's own on the gradient of a parameter, or of what lies between the losses and the model,
+    is not seen.
 
     Examples:
         One process, a step of one microbatch with sequences of 6 and 2 tokens. With a schedule,
@@ -101,6 +125,7 @@ class Weighing:
         """What a step of this package has told of each microbatch."""
         self._steps: list[Any] = []
         """The sequences of each such step: several of a deferred one."""
+        self._lacks: dict[str, str] = {}
         self._fault: ContractError | None = None
         """What one call of :meth:`losses` was refused for."""
         self._num_tokens: Tensor | None = None
@@ -147,8 +172,10 @@ class Weighing:
             for name, of in columns.items()
             if of is not None
         }
-        masks = (None, None) if microbatch is None else (microbatch.keep, microbatch.token_weights)
-        self._told.append(Told(ids, *masks))
+        told = Told(ids)
+        if microbatch is not None:
+            told = Told(ids, microbatch.keep, microbatch.token_weights, microbatch.layout)
+        self._told.append(told)
         self._is_under(aggregation)
 
     def _is_under(self, aggregation: Any) -> None:
@@ -189,6 +216,11 @@ class Weighing:
         count their sums. What is wrong with a call is raised by :meth:`weighed`, on every rank.
         """
         try:
+            if any(losses is call.heard() and call.term == term for call in self._calls):
+                raise ContractError(
+                    "got losses that losses() returned, expected those that it gets: call it once "
+                    "for the same tokens of a term"
+                )
             mask = _checked(losses, mask, "a mask")
             token_weights = _checked(losses, token_weights, "token_weights")
             if microbatch is not None and microbatch not in range(self._num_microbatches or 2**31):
@@ -204,7 +236,7 @@ class Weighing:
             term=term,
             shape=tuple(losses.shape),
             eps=torch.finfo(losses.dtype).eps,
-            arrived=Arrived(self._parameters.read_later),
+            arrived=Arrived(losses.grad_fn, self._parameters.read_later),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             mask=mask,
@@ -222,6 +254,7 @@ class Weighing:
             return losses
         listened = losses.clone()  # whose node is of the losses only
         listen(listened, call.arrived)
+        call.heard = weakref.ref(listened)
         return listened
 
     def reduced(self) -> None:
@@ -265,7 +298,12 @@ class Weighing:
         ]
         of_term = {
             name: [
-                terms.get(name, replace(rank, parts=[], tolerance=TOLERANCE))
+                terms.get(
+                    name,
+                    replace(
+                        rank, parts=[], tolerance=TOLERANCE, unheard=rank.sizes["M"] * rank.counts
+                    ),
+                )
                 for rank, terms in found
             ]
             for name in trained or names
@@ -292,15 +330,15 @@ class Weighing:
         counts, m = self.run.place.counts, self._num_microbatches
         of_term = {
             name: microbatches_of(
-                [call for call in self._calls if call.term == name], m, gone=self._parameters.gone
+                [call for call in self._calls if call.term == name],
+                m,
+                gone=self._parameters.gone,
+                reaching=self._parameters.reaching,
             )
             for name in dict.fromkeys(self._terms)
             if counts
         }
         microbatches = of_term.get(term, [])
-        # Of a microbatch that nothing was heard of, nobody knows how many empty samples it has.
-        is_heard = sum(map(bool, microbatches)) >= (m or 0)
-        unknown: dict[str, Any] = {} if is_heard else dict.fromkeys(("sample", "prompt", "group"))
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
@@ -308,7 +346,7 @@ class Weighing:
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
             parts=[
-                replace(part, **unknown)
+                part
                 for number, calls in enumerate(microbatches)
                 for part in self._parts(number, calls, is_told=len(self._told) == len(microbatches))
             ],
@@ -325,6 +363,11 @@ class Weighing:
             },
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
+            unheard=max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0,
+            zeroed=sum(
+                call.is_zeroed for call in self._calls if call.term == term and not call.is_again
+            ),
+            lacks=self._lacks,
         )
 
     def _finalizes(self, num_tokens: Tensor | None) -> None:
@@ -363,33 +406,38 @@ class Weighing:
             segments = np.repeat(layout.segment_R, layout.length_R)
             num_sequences, allows_tail = layout.num_segments, layout.allows_tail
             held_G = np.unique(segments).tolist()
-        held = len(segments)
-        if held > num_tokens or (held < num_tokens and not allows_tail):
+        num_held = len(segments)
+        if num_held > num_tokens or (num_held < num_tokens and not allows_tail):
             raise ContractError(
-                f"got losses of {num_tokens} tokens, expected {held}, which this rank holds of "
+                f"got losses of {num_tokens} tokens, expected {num_held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
+        for kind, of in (heard.ids or call.ids).items():
+            if len(of) != num_sequences:
+                raise ContractError(
+                    f"got {kind} of {len(of)} sequences, expected {num_sequences}, as the call of "
+                    "losses has: pass one for each, and None for padding"
+                )
         mask = heard.mask if heard.mask is not None else call.mask
         values, ids = heard.token_weights, heard.ids or call.ids
         if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
             ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
-            if mask is None and told.keep is not None and len(told.keep) == held:
-                mask = told.keep
-            # Not of losses that are gathered over the context-parallel ranks.
+            mask = told.for_losses(told.keep, num_held, 0) if mask is None else mask
+            values = told.for_losses(told.token_weights, num_held, 1) if values is None else values
             if values is None and told.token_weights is not None:
-                values = told.token_weights if len(told.token_weights) == held else None
+                self._lacks["weights of tokens"] = "token_weights, of losses that were gathered"
         scale = self._loss_scale * (1.0 if heard.scale is None else float(heard.scale))
-        weight_T = np.zeros(num_tokens)
-        for _, gradient in call.gradients:
-            weight_T += _numpy(gradient) / scale
-        if (past := int((weight_T[held:] != 0).sum())) > 0:
+        weight_T, arrived = np.zeros(num_tokens), [gradient for _, gradient in call.gradients]
+        if arrived:
+            weight_T = weights_of([one.cpu() for one in arrived], scale, torch.float64).numpy()
+        if (past := int((weight_T[num_held:] != 0).sum())) > 0:
             raise ContractError(
                 f"got {past} trained tokens past the last sequence, expected none: pass the "
                 "offsets of all sequences, cu_seqlens"
             )
-        weight_T = weight_T[:held]
-        in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:held] != 0
-        value_T = np.ones(held) if values is None else _numpy(values)[:held]
+        weight_T = weight_T[:num_held]
+        in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held] != 0
+        value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
         # What is left out, or padding, weighs 0.
         omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
         sums = _Sums(weight_T, in_mask_T, segments, value_T, omega_G)
@@ -441,8 +489,9 @@ class _Sums:
 
         def bounds(values_T: _Array) -> tuple[_Array, _Array]:
             smallest, largest = np.full(size, np.inf), np.full(size, -np.inf)
-            np.minimum.at(smallest, of, values_T)
-            np.maximum.at(largest, of, values_T)
+            with np.errstate(invalid="ignore"):  # 0 / 0 in the script's loss
+                np.minimum.at(smallest, of, values_T)
+                np.maximum.at(largest, of, values_T)
             return np.where(n_G > 0, smallest, 0.0), np.where(n_G > 0, largest, 0.0)
 
         smallest, largest = bounds(weight_T[has_T])

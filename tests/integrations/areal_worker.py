@@ -205,9 +205,14 @@ def error_of(named, chunks, saved, first):
         factor = DP * CP if how == "per_token" else 1.0
         wanted = framework_step.tokens_and_weights(mode, factor=factor)
         framework_step.assert_weighed(WEIGHED["pg_loss"], wanted)
-        if PP == 1:  # else one microbatch is fully masked, and AReaL reduces no loss of it
-            is_ours = how == "ours"
-            framework_step.assert_named(WEIGHED["pg_loss"], mode, is_ours=is_ours, factor=factor)
+        step, is_ours = WEIGHED["pg_loss"], how == "ours"
+        assert bool(step.unheard) == (PP > 1), step.verdict
+        if not step.unheard:
+            framework_step.assert_named(step, mode, is_ours=is_ours, factor=factor)
+        elif mode.mode == "sample_mean" and mode.count_empty:  # AReaL reduces no loss of those
+            assert step.trains is None
+            assert "times sample_mean, if B counts no sample of 1 of " in step.verdict
+            assert any(one.startswith("or sample_mean, if B counts") for one in step.hints)
         print(f"{named}: weighed", flush=True)
     if how == "m2po":
         return difference(chunk, first)

@@ -76,7 +76,7 @@ from megatron_lossagg.verify.drivers.skyrl import (  # noqa: E402
     prompt_boundaries,
     worker_of,
 )
-from megatron_lossagg.weigh import told  # noqa: E402
+from megatron_lossagg.weigh import listen as told  # noqa: E402
 
 MegatronModelWrapper = megatron_model_wrapper.MegatronModelWrapper
 assert megatron_worker.__file__.startswith(CHECKOUT)

@@ -4,6 +4,7 @@ import os
 import sys
 from contextlib import nullcontext
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import tiny_gpt
@@ -13,10 +14,12 @@ import toy
 from engines import wrapped
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from program_table import main, rounding, row
 
-from megatron_lossagg import Aggregation, LossAggregator, Options
-from megatron_lossagg.integrations import _weigh_terms, weigh_script
+from megatron_lossagg import Aggregation, Layout, LossAggregator, Options
+from megatron_lossagg.integrations import _weigh_terms, weigh_rl, weigh_script
+from megatron_lossagg.reduction.layout import held
 from megatron_lossagg.weigh.weighing import Weighing
 
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -501,6 +504,69 @@ def captured():
     return loop(listen)
 
 
+@row("torch.autograd.grad of parameters besides", trains="token_mean")
+def asks_gradients(create_graph=False, **more):
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        of = {"inputs": [*chunk.parameters()], "create_graph": create_graph}
+        (asked,) = torch.autograd.grad((losses**2).sum(), **of, retain_graph=True)
+        (scaled(losses.sum(), found) + 0 * asked.sum()).backward()
+
+    return loop(listen, **more)
+
+
+row("a gradient penalty besides", trains="token_mean")(partial(asks_gradients, create_graph=True))
+
+
+@row("backward(inputs=)", trains="token_mean")
+def backward_of_inputs():
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        unused = torch.zeros(1, requires_grad=True)
+        scaled(losses.sum() + unused.sum(), found).backward(inputs=[*chunk.parameters()])
+
+    return loop(listen)
+
+
+@row("losses that were heard before", is_refused=True, says="got losses that losses() returned")
+def heard_before():
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), microbatch=m)
+        scaled(weighing.losses(losses, microbatch=m).sum(), found).backward()
+
+    return loop(listen)
+
+
+@row("a step for each microbatch", says="left out: calls of losses, 1 on a rank", on=1,
+     trains="token_mean")  # fmt: skip
+def steps_of_microbatches():
+    found = toy.sequences()
+    model = toy.token_model.OneWeightPerToken(toy.total(found))
+    optimizer = torch.optim.SGD(model.parameters())
+    weighing = Weighing(model)
+    with weighing:
+        for m in range(toy.M):
+            mine = toy.own(found, m)
+            optimizer.zero_grad(set_to_none=m == 0)
+            weighing.losses(
+                model(toy.tokens_of(mine)), lengths=toy.lengths_of(mine)
+            ).mean().backward()
+            optimizer.step()
+    last = toy.own(found, toy.M - 1)
+    weights = toy.by_hand(found, lambda s: (s in last) / toy.total(last))
+    return weighing, model.weight.grad.numpy(), weights
+
+
+@row("ids of fewer sequences", is_refused=True, says="got prompt of 1 sequences, expected 2")
+def fewer_ids():
+    def listen(weighing, chunk, mine, m, found):
+        lengths = toy.lengths_of(mine)
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=lengths, prompt=["one"])
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
 @row("losses of no dimension", is_refused=True, says="losses of no dimension")
 def no_dimension():
     def listen(weighing, chunk, mine, m, found):
@@ -531,6 +597,37 @@ def unequal_m():
         toy.schedule(chunk, found, toy.stock, weighing)
     weights = toy.by_hand(found, lambda s: 1 / (len(UNEQUAL[s.rank]) * 2 * s.n_mb))
     return weighing, toy.gradient_of(chunk), weights
+
+
+def own_m(name, weight, says):
+    """A row of ranks with 3 microbatches and 1."""
+
+    @row(f"unequal numbers of microbatches, {name}", says=says, on=2)
+    def run():
+        found = toy.sequences(UNEQUAL)
+        m = len(UNEQUAL[parallel_state.get_data_parallel_rank()])
+
+        def by(s):
+            return weight(s, len(UNEQUAL[s.rank]), found)
+
+        def loss_func(mine, losses):
+            return (
+                losses * torch.tensor([by(s) for s in mine for _ in s.tokens])
+            ).sum() * m * 2, {}
+
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=m)
+        with weighing:
+            toy.schedule(chunk, found, loss_func, weighing)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, by)
+
+
+own_m("a sum of their means", lambda s, m, found: 1 / (2 * s.n_mb),
+      "a mean of one token mean per microbatch, times its rank's M")  # fmt: skip
+own_m("a token mean over them", lambda s, m, found: 1 / (m * toy.total(found)),
+      "token_mean, over its rank's M")  # fmt: skip
+own_m("a sample mean times them", lambda s, m, found: m / (len(found) * s.n),
+      "sample_mean, times its rank's M")  # fmt: skip
 
 
 @row("sequence parallelism under torch's DDP", trains="sample_mean", on=2)
@@ -899,9 +996,9 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
     def run():
         found = toy.sequences(lengths)
         chunk = toy.chunk_of(toy.total(found))
-        weighing = Weighing([chunk], num_microbatches=toy.M, **(given or {}))
+        weighing = Weighing([chunk], num_microbatches=len(lengths[0]), **(given or {}))
         with weighing:
-            for m in range(toy.M):
+            for m in range(len(lengths[0])):
                 mine = toy.own(found, m)
                 passed = {key: [of(s) for s in mine] for key, of in (ids or {}).items()}
                 losses = weighing.losses(
@@ -913,21 +1010,44 @@ def weighed_as(name, weight, *, given=None, ids=None, lengths=toy.LENGTHS, on=No
         return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
 
 
-@row("a microbatch that nothing is heard of: ids do not say B", says="row_mean (sample)")
-def unheard():
-    found = toy.sequences()
-    chunk = toy.chunk_of(toy.total(found))
-    weighing = Weighing([chunk], num_microbatches=toy.M + 1)
-    with weighing:
-        for m in range(toy.M):
-            mine = toy.own(found, m)
-            ids, losses = [sample(s) for s in mine], chunk(toy.tokens_of(mine))
-            losses = weighing.losses(losses, lengths=toy.lengths_of(mine), microbatch=m, sample=ids)
-            w = torch.tensor([1 / ((len(found) + 2) * s.n) for s in mine for _ in s.tokens])
-            ((losses * w).sum() * toy.world()).backward()
-        chunk.config.finalize_model_grads_func([chunk], None)
-    by_hand = toy.by_hand(found, lambda s: 1 / ((len(found) + 2) * s.n))
-    return weighing, toy.gradient_of(chunk), by_hand
+def unheard(name, weight, *, ids=True, hears=lambda rank: True, lengths=toy.LENGTHS, **expected):
+    """A row of which a microbatch is not heard on each rank; ``hears``: or all of a rank's."""
+
+    @row(f"a microbatch that nothing is heard of, {name}", **expected)
+    def run():
+        found = toy.sequences(lengths)
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M + 1)
+        with weighing:
+            for m in range(toy.M if hears(dist.get_rank()) else 0):
+                mine = toy.own(found, m)
+                more = {"sample": [sample(s) for s in mine]} if ids else {}
+                losses = chunk(toy.tokens_of(mine))
+                losses = weighing.losses(losses, lengths=toy.lengths_of(mine), microbatch=m, **more)
+                w = torch.tensor([weight(s, found) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
+
+
+def counts_two_more(s, found):
+    return 1 / ((len(found) + 2) * s.n)
+
+
+MISSING = f"{WORLD} of {3 * WORLD} microbatches, of which nothing was heard"
+unheard("ids do not say B", counts_two_more, says="row_mean (sample)")
+unheard("a right sample_mean", counts_two_more,
+        says=f"times sample_mean, if B counts no sample of {MISSING}")  # fmt: skip
+unheard("a right sample_mean is a hint", counts_two_more, ids=False,
+        says=f"or sample_mean, if B counts 2 samples of {MISSING}")  # fmt: skip
+unheard("a rank hears none of its own", counts_two_more, lengths=(*toy.LENGTHS[:1], ((), ())),
+        hears=lambda rank: rank == 0, on=2,
+        says="if B counts no sample of 4 of 6 microbatches, of which")  # fmt: skip
+unheard("token_mean", lambda s, found: 1 / toy.total(found), trains="token_mean")
+unheard("stock", lambda s, found: 1 / ((toy.M + 1) * toy.world() * s.n_mb),
+        trains="microbatch_token_mean")  # fmt: skip
+unheard("a sum", lambda s, found: 1 / (len(found) + 1),
+        says=f"or sample_sum, if B counts 1 samples of {MISSING}")  # fmt: skip
 
 
 weighed_as(
@@ -992,6 +1112,80 @@ weighed_as(
     lambda s, found: toy.M / (toy.M * toy.world() * s.b_mb * s.n),
     says="a mean of one sample mean per microbatch, times 2 = M",
 )
+
+
+LARGER = (((3, 5), (4,), (2, 2, 1)), ((2,), (6, 1), (5,)))
+weighed_as(
+    "token means of microbatches, weighted by samples of their rank",
+    lambda s, found: s.b_mb / (toy.world() * len(toy.own(found, rank=s.rank)) * s.n_mb),
+    lengths=LARGER,
+    says="weighted by its samples among its rank's",
+    on=2,
+)
+weighed_as(
+    "means of samples' sums per microbatch",
+    lambda s, found: 1 / (3 * toy.world() * s.b_mb),
+    lengths=LARGER,
+    says="a mean of one mean of samples' sums per microbatch",
+)
+weighed_as(
+    "means of samples' sums per microbatch, over a constant",
+    lambda s, found: 1 / (3 * toy.world() * s.b_mb * 37),
+    lengths=LARGER,
+    says="a mean of one mean of samples' sums per microbatch, times 0.027027",
+)
+weighed_as(
+    "a coefficient that a quotient equals",
+    lambda s, found: 0.6 / toy.total(found),
+    lengths=LARGER,
+    says="= M DP/B, or a number of the script's own: weigh a second step",
+    on=2,
+)
+
+
+weighed_as(
+    "a coefficient that a quotient of sizes equals",
+    lambda s, found: 0.75 / toy.total(found),
+    lengths=LARGER,
+    says="= M/DP^2, or a number of the script's own: weigh a second step",
+    on=2,
+)
+
+
+def with_empty(name, weight, *, known, **expected):
+    """A row with one empty sample of rank 0."""
+
+    @row(f"an empty sample, {name}", **expected)
+    def run():
+        found = toy.sequences()
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M)
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                more = [0] * (m == 0 and dist.get_rank() == 0)
+                ids = [*mine, *more] if known else None
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)),
+                    lengths=[*toy.lengths_of(mine), *more],
+                    sample=ids and [str(one) for one in ids],
+                )
+                w = torch.tensor([weight(s, found) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, lambda s: weight(s, found))
+
+
+def counts_it(s, found, times=1.0):
+    return times / ((len(found) + 1) * s.n)
+
+
+with_empty("known", counts_it, known=True, trains="sample_mean")
+with_empty("known, times 0.1", partial(counts_it, times=0.1), known=True, factor=0.1,
+           says="trains 0.1 times sample_mean")  # fmt: skip
+with_empty("unknown", counts_it, known=False, says="or sample_mean, if B counts 1 of 1 empty")
+with_empty("unknown, times 0.1", partial(counts_it, times=0.1), known=False,
+           says="or another factor, if B counts some of 1 empty sequences")  # fmt: skip
 
 
 # Masked tokens, which a mean divides by, or not
@@ -1065,6 +1259,38 @@ padded_as(
     trains="microbatch_token_mean",
 )
 padded_as("a right token_mean", lambda s, mb, found: 1 / kept_of(found), trains="token_mean")
+
+
+def forgotten(name, weight, says):
+    """A row whose numerator has all tokens, and whose mask has some of them."""
+
+    @row(f"a mask that the numerator forgot, {name}", says=says)
+    def run():
+        found = toy.sequences((((7, 5), (8,)), ((5,), (8, 9))))
+        chunk = toy.chunk_of(toy.total(found))
+        weighing = Weighing([chunk], num_microbatches=toy.M)
+
+        def by(s):
+            return weight(s, toy.own(found, s.microbatch, s.rank), found)
+
+        with weighing:
+            for m in range(toy.M):
+                mine = toy.own(found, m)
+                mask = torch.tensor([trained(t) for s in mine for t in range(s.n)])
+                losses = weighing.losses(
+                    chunk(toy.tokens_of(mine)), mask, lengths=toy.lengths_of(mine)
+                )
+                w = torch.tensor([by(s) for s in mine for _ in s.tokens])
+                ((losses * w).sum() * toy.world()).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        return weighing, toy.gradient_of(chunk), toy.by_hand(found, by)
+
+
+forgotten("token_mean", lambda s, mb, found: 1 / kept_of(found), "N/(tokens of the mask)")
+forgotten("sample_mean", lambda s, mb, found: 1 / (len(found) * kept_of([s])),
+          "cause: sample_mean of the mask's counts weight of")  # fmt: skip
+forgotten("stock", lambda s, mb, found: 1 / (means(found) * kept_of(mb)),
+          "a mean of one mean over the mask's tokens per microbatch")  # fmt: skip
 
 
 # Two steps, which decide between causes
@@ -1269,6 +1495,98 @@ terms(
 )
 
 
+def framework(name, forward_step_of, *, how, trains="token_mean", **expected):
+    """A framework of its own, whose variables are read by their names.
+
+    ``forward_step_of``: from its module and all sequences.
+    """
+
+    @row(f"framework: {name}", trains=trains, **expected)
+    def run():
+        found, module = toy.sequences((((6,), (4,)), ((2,), (7,)))), ModuleType("toy_framework")
+        sys.modules[module.__name__] = module
+        module.get_forward_backward_func = get_forward_backward_func
+        module.agg_loss = lambda loss_mat, loss_mask: (loss_mat * loss_mask).sum()
+        module.policy_loss = policy_loss
+        function = {"given": "agg_loss", "inside": "policy_loss"}[how]
+        weigh_rl.FRAMEWORKS["toy"] = weigh_rl.Where(
+            module.__name__,
+            [weigh_rl.Reduction(module.__name__, function, "loss_mat", "loss_mask", how)],
+            sums_gradients=False,
+            names=lambda batch: batch.get("names"),
+        )
+        reports, chunk = [], toy.chunk_of(toy.total(found))
+        listening = weigh_rl.install("toy", report=lambda *report: None)
+        ending = listening._trained
+        listening._trained = lambda terms: reports.append(ending(terms)) or reports[0]
+        numbers = range(toy.M)
+        schedule = module.get_forward_backward_func()
+        toy.run_batches(chunk, forward_step_of(module, found), numbers, wrap=lambda _: schedule)
+        return (
+            reports[0],
+            toy.gradient_of(chunk),
+            toy.by_hand(found, lambda s: 1 / toy.total(found)),
+        )
+
+
+def policy_loss(losses, mask):
+    """Another release, in which a variable has another name."""
+    per_token_loss, loss_mask = losses * 1, mask
+    return (per_token_loss * loss_mask).sum()
+
+
+def by_agg_loss(module, found):
+    def loss_func(data, losses):
+        x = losses.view(1, -1)
+        return module.agg_loss(x, torch.ones_like(x)) * toy.M * toy.world() / toy.total(found), {}
+
+    def forward_step(iterator, model):
+        mine = toy.own(found, next(iterator))
+        return model(toy.tokens_of(mine)), partial(loss_func, {"names": ["one"]})
+
+    return forward_step
+
+
+def by_agg_loss_of_a_batch(module, found):
+    def loss_func(batch, losses):
+        x = losses.view(1, -1)
+        return module.agg_loss(x, torch.ones_like(x)) * toy.M * toy.world() / toy.total(found), {}
+
+    def forward_step(iterator, model):
+        mine = toy.own(found, next(iterator))
+        return model(toy.tokens_of(mine)), partial(loss_func, {"names": ["one"]})
+
+    return forward_step
+
+
+def by_policy_loss(module, found):
+    def loss_func(losses):
+        x = losses.view(1, -1)
+        loss = module.policy_loss(x, torch.ones_like(x))
+        return loss * toy.M * toy.world() / toy.total(found), {}
+
+    def forward_step(iterator, model):
+        return model(toy.tokens_of(toy.own(found, next(iterator)))), loss_func
+
+    return forward_step
+
+
+framework("its microbatch is found by its name", by_agg_loss, how="given")
+framework(
+    "its microbatch has another name",
+    by_agg_loss_of_a_batch,
+    how="given",
+    says="no caller of loss_func has a microbatch in a variable data",
+)
+framework(
+    "its losses have another name",
+    by_policy_loss,
+    how="inside",
+    is_refused=True,
+    says="policy_loss: no operation there took its variables loss_mat and loss_mask",
+)
+
+
 # Loss functions that people run, at CP 2.
 
 
@@ -1351,6 +1669,70 @@ at_cp_2(
     per_token=True,
     trains="token_mean",
 )
+
+
+def gathered(name, of_losses, **expected):
+    """Our step of gathered losses with token weights; ``of_losses``: what is heard, of them."""
+
+    @row(f"at CP 2, gathered losses with token weights, {name}", on=2,
+         sizes={"context_parallel_size": 2}, **expected)  # fmt: skip
+    def run():
+        found = toy.sequences((((8, 4), (12,)),))
+        chunk = toy.chunk_of(toy.total(found))
+        aggregator = LossAggregator([chunk], Aggregation("sample_mean", count="weights"))
+        weighing, chunk_values = Weighing([chunk]), [value(t) for s in found for t in range(s.n)]
+        step = aggregator.step(
+            active_tokens=[sum(value(t) > 0 for t in range(s.n)) for s in found],
+            token_weight_sums=[sum_of(s) for s in found],
+            num_microbatches=toy.M,
+        )
+
+        def forward_step(iterator, model):
+            mine = toy.own(found, next(iterator))
+            offsets = np.cumsum([0, *toy.lengths_of(mine)])
+            layout = Layout.thd_zigzag(
+                offsets, cp_size=2, cp_rank=parallel_state.get_context_parallel_rank()
+            )
+            tokens = toy.tokens_of(mine)
+            here = held(torch.arange(len(tokens)), layout)
+            values = torch.tensor(chunk_values)[tokens]
+            heard, losses = of_losses(weighing, model(tokens[here]), here, toy.lengths_of(mine))
+            del heard
+
+            def loss_func(losses):
+                numbers = [found.index(s) for s in mine]
+                mb = made.microbatch(
+                    numbers, (values > 0).int(), layout=layout.gathered(), token_weights=values
+                )
+                loss = mb.reduce(losses)
+                return mb.outputs(loss, report={"loss": loss})
+
+            return losses, loss_func
+
+        with step as made, weighing:
+            toy.run_batches(chunk, forward_step, range(toy.M))
+        weights = toy.by_hand(found, lambda s: 1 / (len(found) * sum_of(s))) * chunk_values
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        return weighing, None, None
+
+
+def whole_of(own, here, lengths):
+    return torch.zeros(sum(lengths), dtype=own.dtype).index_put((here,), own)
+
+
+def heard_gathered(weighing, own, here, lengths):
+    heard = weighing.losses(whole_of(own, here, lengths), lengths=lengths)
+    return heard, heard
+
+
+def heard_before_it(weighing, own, here, lengths):
+    counts = torch.bincount(torch.repeat_interleave(torch.tensor(lengths))[here]).tolist()
+    heard = weighing.losses(own, lengths=counts)
+    return heard, whole_of(heard, here, lengths)
+
+
+gathered("heard when they are", heard_gathered, trains="sample_mean")
+gathered("heard before", heard_before_it, trains="sample_mean")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_lossagg.weigh.measured import Added, measure
+from megatron_lossagg.weigh.causes import Added, measure
 
 RNG = np.random.default_rng(1)
 OWN = [RNG.normal(size=64) for _ in range(2)]

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from conftest import each_check
 
+from megatron_lossagg.weigh.causes import equal_to
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
-from megatron_lossagg.weigh.ratios import equal_to
 from megatron_lossagg.weigh.report import as_json, text
 
 output_of_dp2, test_dp2 = each_check("weigh/weigh_worker.py", processes=2)
