@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch.distributed as dist
+from ranks import begin
 
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.reduction.exchange import Exchange, together
@@ -13,7 +14,7 @@ def exchange(request, tmp_path):
     if request.param == "no group":
         yield Exchange(None)
         return
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    begin(init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield Exchange(dist.group.WORLD)
     dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ WORKER = """
 import os, sys, time
 import torch.distributed as dist
 from check_runner import run_checks
+from ranks import begin
 
 def check_first(layout):
     dist.barrier()
@@ -23,7 +24,7 @@ def check_second(layout):
 def check_third(layout):
     dist.barrier()
 
-dist.init_process_group("gloo")
+begin()
 for layout in ("early", "last"):
     run_checks(globals(), layout)
 {end}
