@@ -505,9 +505,14 @@ def captured():
 
 
 @row("torch.autograd.grad of parameters besides", trains="token_mean")
-def asks_gradients(create_graph=False, **more):
+def asks_gradients(create_graph=False, adds_zeros=False, **more):
+    """``adds_zeros``: what is heard is added to the losses, and is 0."""
+
     def listen(weighing, chunk, mine, m, found):
-        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        losses, lengths = chunk(toy.tokens_of(mine)), toy.lengths_of(mine)
+        heard = losses.new_zeros(len(losses), requires_grad=True) if adds_zeros else losses
+        heard = weighing.losses(heard, lengths=lengths)
+        losses = losses + heard if adds_zeros else heard
         of = {"inputs": [*chunk.parameters()], "create_graph": create_graph}
         (asked,) = torch.autograd.grad((losses**2).sum(), **of, retain_graph=True)
         (scaled(losses.sum(), found) + 0 * asked.sum()).backward()
@@ -515,6 +520,9 @@ def asks_gradients(create_graph=False, **more):
     return loop(listen, **more)
 
 
+row("torch.autograd.grad of parameters, of losses that frameworks gather", trains="token_mean")(
+    partial(asks_gradients, adds_zeros=True)
+)
 row("a gradient penalty besides", trains="token_mean")(partial(asks_gradients, create_graph=True))
 
 
