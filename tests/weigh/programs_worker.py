@@ -1503,7 +1503,7 @@ terms(
 )
 
 
-def framework(name, forward_step_of, *, how, trains="token_mean", **expected):
+def framework(name, forward_step_of, *, how, scale="", trains="token_mean", **expected):
     """A framework of its own, whose variables are read by their names.
 
     ``forward_step_of``: from its module and all sequences.
@@ -1519,7 +1519,11 @@ def framework(name, forward_step_of, *, how, trains="token_mean", **expected):
         function = {"given": "agg_loss", "inside": "policy_loss"}[how]
         weigh_rl.FRAMEWORKS["toy"] = weigh_rl.Where(
             module.__name__,
-            [weigh_rl.Reduction(module.__name__, function, "loss_mat", "loss_mask", how)],
+            [
+                weigh_rl.Reduction(
+                    *(module.__name__, function, "loss_mat", "loss_mask", how), scale=scale
+                )
+            ],
             sums_gradients=False,
             names=lambda batch: batch.get("names"),
         )
@@ -1585,6 +1589,15 @@ framework(
     by_agg_loss_of_a_batch,
     how="given",
     says="no caller of loss_func has a microbatch in a variable data",
+)
+framework(
+    "its microbatch, which has what losses were multiplied by, has another name",
+    by_agg_loss_of_a_batch,
+    how="given",
+    scale="scale",
+    trains=None,
+    is_known=False,
+    says="not known, for what losses were multiplied by was not found",
 )
 framework(
     "its losses have another name",
