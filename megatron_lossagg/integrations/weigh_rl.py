@@ -90,6 +90,7 @@ class Where(NamedTuple):
     """What it needs in this process beforehand."""
 
 
+_SCALE = "what losses were multiplied by"
 _OURS, _SKYRL = "megatron_lossagg.integrations", "skyrl.backends.skyrl_train"
 _SKYRL_WORKER = f"{_SKYRL}.workers.megatron.megatron_model_wrapper"
 _SWIFT = "swift.megatron.trainers"
@@ -197,6 +198,13 @@ class _Weighing(TermsWeighing):
                 f"got a step whose losses no one of {names} reduced, expected one: this loss is "
                 f"not weighed here (docs/weigh.md); train it without weighing{missed}"
             )
+        if _SCALE in self.missed:
+            unknown = f"{_SCALE} was not found: {self.missed[_SCALE]}"
+            nothing: dict[str, Any] = {"trains": None, "fits": [], "explained": (), "hints": ()}
+            return {
+                name: replace(step, **nothing, unknown=unknown, faults=[unknown])
+                for name, step in terms.items()
+            }
         return {
             name: replace(step, lacks={**step.lacks, **self.missed}) for name, step in terms.items()
         }
@@ -261,9 +269,8 @@ class _Weighing(TermsWeighing):
                 return batch
             found, frame = found or bool(keys), frame.f_back
         if not found and where.has_names:
-            self.missed["names of sequences"] = (
-                f"no caller of {function} has a microbatch in a variable {where.batch}"
-            )
+            why = f"no caller of {function} has a microbatch in a variable {where.batch}"
+            self.missed[_SCALE if scale else "names of sequences"] = why
         return None
 
 

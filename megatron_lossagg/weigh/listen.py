@@ -76,17 +76,19 @@ _NAMED = (
 
 
 class Arrived:
-    """The gradients that arrived at losses, each with the number of its backward pass.
+    """The gradients that arrived at losses, each with the number of its backward pass."""
 
-    ``made``: the node that made the losses.
-    """
-
-    def __init__(self, made: Any, then: Callable[[], None]) -> None:
+    def __init__(self, then: Callable[[], None]) -> None:
         self.passes: list[tuple[int, Tensor]] = []
         self.kept_none: set[int] = set()
         """Those that add nothing to the first leaf below: of ``torch.autograd.grad``, or of a
         ``backward(inputs=)`` without it."""
-        self._leaf, self._then = _leaf_below(made), then
+        self._leaf, self._then = None, then
+
+    def listen(self, losses: Tensor) -> None:
+        """Listen at losses with a graph."""
+        self._leaf = _leaf_below(losses.grad_fn)
+        listen(losses, self)
 
     def append(self, gradient: Tensor) -> None:
         """Keep a gradient of the backward pass that runs."""

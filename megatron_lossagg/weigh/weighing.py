@@ -34,7 +34,6 @@ from megatron_lossagg.weigh.listen import (
     Arrived,
     Call,
     is_in_backward,
-    listen,
     listening,
     microbatches_of,
     own,
@@ -236,7 +235,7 @@ class Weighing:
             term=term,
             shape=tuple(losses.shape),
             eps=torch.finfo(losses.dtype).eps,
-            arrived=Arrived(losses.grad_fn, self._parameters.read_later),
+            arrived=Arrived(self._parameters.read_later),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             mask=mask,
@@ -253,7 +252,7 @@ class Weighing:
         if not losses.requires_grad:
             return losses
         listened = losses.clone()  # whose node is of the losses only
-        listen(listened, call.arrived)
+        call.arrived.listen(listened)
         call.heard = weakref.ref(listened)
         return listened
 

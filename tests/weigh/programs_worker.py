@@ -505,9 +505,14 @@ def captured():
 
 
 @row("torch.autograd.grad of parameters besides", trains="token_mean")
-def asks_gradients(create_graph=False, **more):
+def asks_gradients(create_graph=False, adds_zeros=False, **more):
+    """``adds_zeros``: what is heard is added to the losses, and is 0."""
+
     def listen(weighing, chunk, mine, m, found):
-        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        losses, lengths = chunk(toy.tokens_of(mine)), toy.lengths_of(mine)
+        heard = losses.new_zeros(len(losses), requires_grad=True) if adds_zeros else losses
+        heard = weighing.losses(heard, lengths=lengths)
+        losses = losses + heard if adds_zeros else heard
         of = {"inputs": [*chunk.parameters()], "create_graph": create_graph}
         (asked,) = torch.autograd.grad((losses**2).sum(), **of, retain_graph=True)
         (scaled(losses.sum(), found) + 0 * asked.sum()).backward()
@@ -515,6 +520,9 @@ def asks_gradients(create_graph=False, **more):
     return loop(listen, **more)
 
 
+row("torch.autograd.grad of parameters, of losses that frameworks gather", trains="token_mean")(
+    partial(asks_gradients, adds_zeros=True)
+)
 row("a gradient penalty besides", trains="token_mean")(partial(asks_gradients, create_graph=True))
 
 
@@ -1495,7 +1503,7 @@ terms(
 )
 
 
-def framework(name, forward_step_of, *, how, trains="token_mean", **expected):
+def framework(name, forward_step_of, *, how, scale="", trains="token_mean", **expected):
     """A framework of its own, whose variables are read by their names.
 
     ``forward_step_of``: from its module and all sequences.
@@ -1511,7 +1519,11 @@ def framework(name, forward_step_of, *, how, trains="token_mean", **expected):
         function = {"given": "agg_loss", "inside": "policy_loss"}[how]
         weigh_rl.FRAMEWORKS["toy"] = weigh_rl.Where(
             module.__name__,
-            [weigh_rl.Reduction(module.__name__, function, "loss_mat", "loss_mask", how)],
+            [
+                weigh_rl.Reduction(
+                    *(module.__name__, function, "loss_mat", "loss_mask", how), scale=scale
+                )
+            ],
             sums_gradients=False,
             names=lambda batch: batch.get("names"),
         )
@@ -1577,6 +1589,15 @@ framework(
     by_agg_loss_of_a_batch,
     how="given",
     says="no caller of loss_func has a microbatch in a variable data",
+)
+framework(
+    "its microbatch, which has what losses were multiplied by, has another name",
+    by_agg_loss_of_a_batch,
+    how="given",
+    scale="scale",
+    trains=None,
+    is_known=False,
+    says="not known, for what losses were multiplied by was not found",
 )
 framework(
     "its losses have another name",
