@@ -241,13 +241,21 @@ def _assigned(num_sequences: int, dp: int, m: int) -> list[tuple[int, int]]:
     return slots + [(ranks[at % len(ranks)], at * at % m) for at in rest]
 
 
+def _simplest(*relative: Weighed) -> list[str]:
+    """Name the causes next to the mode by which a weight relative to the reference needs least."""
+    costs = [min((one.cost for one in weighed.explained), default=math.inf) for weighed in relative]
+    views = zip(relative, costs, strict=True)
+    causes = [cause for weighed, cost in views if cost == min(costs) for cause in weighed.causes]
+    return [*dict.fromkeys(causes)]
+
+
 def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighed]) -> LossCase:
     by_token, by_sample, as_it_is = (terms[name] for name in (_BY_TOKEN, _BY_SAMPLE, _AS_IT_IS))
     smallest, largest = by_token.modes.get(_BY_TOKEN, (0.0, 0.0))
     factor = by_token.factors.get(_BY_TOKEN)
     sizes = {name: by_token.sizes[name] for name in ("M", "DP", "CP")}
     equals = [] if factor is None else equal_to(factor, sizes, {}, tolerance=TOLERANCE)
-    causes = dict.fromkeys([*by_token.causes, *by_sample.causes]) if factor is None else {}
+    causes = _simplest(by_token, by_sample) if factor is None else []
     return LossCase(
         split=str(split),
         loss_scaling=loss_scaling,
@@ -255,7 +263,7 @@ def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighe
         largest=largest,
         factor=factor,
         equals=equals,
-        causes=[*causes],
+        causes=causes,
         trains=_trains(as_it_is),
         passed=by_token.fits_mode(_BY_TOKEN) and math.isfinite(by_token.weight_sum),
     )
