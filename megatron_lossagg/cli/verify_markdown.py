@@ -19,8 +19,8 @@ from megatron_lossagg.cli.verify_report import (
     place,
     result,
 )
-from megatron_lossagg.verify.drivers.runs import FAIL, PASS, counted
-from megatron_lossagg.verify.drivers.runs import cells as framework_cells
+from megatron_lossagg.verify.drivers.outcome import FAIL, PASS, counted
+from megatron_lossagg.verify.drivers.outcome import cells as framework_cells
 from megatron_lossagg.verify.environment import Fact
 
 _LAYOUT_COLUMNS = ("layout", "cases that pass", "largest gradient error", "")

@@ -5,7 +5,7 @@ import ast
 import newest
 import pytest
 
-from megatron_lossagg.verify.drivers.runs import FRAMEWORKS
+from megatron_lossagg.verify.drivers.table import FRAMEWORKS
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from skyrl_functions import ALIASES, batch, checks, prompt_boundaries, trainer
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.skyrl import _LINEAR, aggregated
-from megatron_lossagg.verify.drivers.runs import DEFAULT, PASS
+from megatron_lossagg.verify.drivers.outcome import PASS
+from megatron_lossagg.verify.drivers.runs import DEFAULT
 from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 

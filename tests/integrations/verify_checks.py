@@ -16,7 +16,8 @@ from processes import is_running
 from shared import check_of
 
 from megatron_lossagg.verify.drivers.drawn import aggregations
-from megatron_lossagg.verify.drivers.runs import driver_of, run_framework
+from megatron_lossagg.verify.drivers.runs import run_framework
+from megatron_lossagg.verify.drivers.table import driver_of
 
 MCORE_ADAPTER = checkout_of("ROLL/mcore_adapter/src")
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]

@@ -28,7 +28,8 @@ from megatron_lossagg.integrations import verl as verl_plugin
 from megatron_lossagg.integrations._rebind import HOOK
 from megatron_lossagg.integrations.verl import LossMode
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.drivers.runs import DEFAULT, PASS
+from megatron_lossagg.verify.drivers.outcome import PASS
+from megatron_lossagg.verify.drivers.runs import DEFAULT
 from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 

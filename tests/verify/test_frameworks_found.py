@@ -8,13 +8,9 @@ import pytest
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.drivers import runs
 from megatron_lossagg.verify.drivers.missing import install_line
-from megatron_lossagg.verify.drivers.runs import (
-    Framework,
-    check_installed,
-    ended_by,
-)
+from megatron_lossagg.verify.drivers.outcome import ended_by
+from megatron_lossagg.verify.drivers.table import FRAMEWORKS, Framework, check_installed
 from megatron_lossagg.verify.frameworks.check import Check, outcome_of
 
 
@@ -41,7 +37,7 @@ def test_a_checkout_whose_packages_lie_in_src_is_found(tmp_path, monkeypatch):
     package = tmp_path / "src" / "package_of_tests" / "inner"
     package.mkdir(parents=True)
     found = Framework(package="package_of_tests.inner", imports=(), written_for="")
-    monkeypatch.setitem(runs.FRAMEWORKS, "of tests", found)
+    monkeypatch.setitem(FRAMEWORKS, "of tests", found)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "/before")
     with pytest.raises(ProofError, match="Run this in the checkout of of tests, put the folder"):

@@ -25,18 +25,11 @@ from megatron_lossagg.integrations import _rebind
 from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
 from megatron_lossagg.verify.drivers.drawn import aggregations
-from megatron_lossagg.verify.drivers.runs import (
-    DEFAULT,
-    FRAMEWORKS,
-    CheckJob,
-    FrameworkError,
-    NotRunError,
-    checks_of,
-    driver_of,
-    run_framework,
-)
-from megatron_lossagg.verify.drivers.runs import outcome_of as outcome_of_step
+from megatron_lossagg.verify.drivers.outcome import FrameworkError, NotRunError
+from megatron_lossagg.verify.drivers.outcome import outcome_of as outcome_of_step
+from megatron_lossagg.verify.drivers.runs import DEFAULT, CheckJob, checks_of, run_framework
 from megatron_lossagg.verify.drivers.slime_and_miles import parsed
+from megatron_lossagg.verify.drivers.table import FRAMEWORKS, driver_of
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.frameworks.check import Check, compare, outcome_of
 

@@ -23,7 +23,7 @@ from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, ENTROPY, KL, Driver
-from megatron_lossagg.verify.drivers.runs import FrameworkError, NotRunError
+from megatron_lossagg.verify.drivers.outcome import FrameworkError, NotRunError
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "--calculate-per-token-loss"

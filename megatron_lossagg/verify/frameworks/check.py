@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from megatron_lossagg.verify.drivers.runs import (
+from megatron_lossagg.verify.drivers.outcome import (
     FAIL,
     PASS,
     FrameworkError,
@@ -16,8 +16,8 @@ from megatron_lossagg.verify.drivers.runs import (
     Outcome,
     ended_by,
     over,
-    release,
 )
+from megatron_lossagg.verify.drivers.table import release
 from megatron_lossagg.verify.text import error_text
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.drivers.drawn import aggregations
-from megatron_lossagg.verify.drivers.runs import FrameworkError
+from megatron_lossagg.verify.drivers.outcome import FrameworkError
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare, loop_not_run
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.runs import FrameworkError, NotRunError, over
+from megatron_lossagg.verify.drivers.outcome import FrameworkError, NotRunError, over
 from megatron_lossagg.verify.frameworks.check import Check, Comparison
 from megatron_lossagg.verify.frameworks.megatron_lm_rank import ScriptJob
 from megatron_lossagg.verify.job import Event, launched
