@@ -103,6 +103,19 @@ class Driver(ABC):
         return aggregation.mode not in cls.lacks
 
 
+class Unchanging:
+    """An optimizer that changes no weight, and its schedule."""
+
+    param_groups: Sequence[Any] = ({},)
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+    def step(self, increment: int = 0) -> tuple[bool, float, int]:
+        """Do nothing, well."""
+        return True, 0.0, 0
+
+
 @dataclass(frozen=True)
 class Reference:
     """Losses and weights of the drawn batch, in float64."""

@@ -188,12 +188,6 @@ def sharded(data: Any, policy_config: Any, dp_size: int, sequences_per_step: int
 
 def worker_module() -> Any:
     """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
-    if sys.version_info < (3, 12):  # its pydantic models ask for this one there
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
     import megatron.core.dist_checkpointing.strategies.torch as checkpoints
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
     import transformers

@@ -113,13 +113,7 @@ class FrameworkDriver(Driver):
 
 
 def import_shims() -> None:
-    """Let SkyRL be imported by an older Python and Megatron-Core, and without Megatron-Bridge."""
-    if sys.version_info < (3, 12):  # its pydantic models ask for this one there
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
+    """Let SkyRL be imported with an older Megatron-Core, and without Megatron-Bridge."""
     # SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: as if it had.
     adapters: Any = importlib.import_module("megatron.bridge.peft.utils")
     adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)

@@ -16,14 +16,13 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._framework_options import spelled
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, ENTROPY, KL, Driver
-from megatron_lossagg.verify.drivers.outcome import FrameworkError, NotRunError
+from megatron_lossagg.verify.drivers.outcome import FrameworkError
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "--calculate-per-token-loss"
@@ -48,13 +47,7 @@ class RolloutDriver(Driver):
         import ray
         import torch._dynamo
 
-        from megatron_lossagg.cpu.training import install_training
-
         torch._dynamo.config.disable = True  # compiling takes a minute and changes no number
-        try:
-            install_training()
-        except ContractError as error:  # without the Megatron-LM that these frameworks need
-            raise NotRunError(str(error)) from error
         ray.put = ray.get = lambda value, **_: value
         self.parsed = parsed(self.hooks)
 

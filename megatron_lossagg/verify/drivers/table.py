@@ -50,15 +50,13 @@ FRAMEWORKS: dict[str, Framework] = {
         imports=("megatron.training",),
         written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
         is_hooked=True,
-        has_driver=False,
     ),
     "bridge": Framework(
         package="megatron.bridge",
-        imports=("megatron.bridge.training.train", "megatron.bridge.training.eval"),
+        imports=("megatron.training", "megatron.bridge.training.train"),
         written_for="067f987d",
+        unused=("transformer_engine", "modelopt", "nvidia_resiliency_ext", "datasets"),
         is_hooked=True,
-        has_driver=False,
-        needs_transformer_engine=True,
     ),
     "ms-swift": Framework(
         package="swift.megatron",
