@@ -70,7 +70,7 @@ FRAMEWORKS: dict[str, Framework] = {
         package="llamafactory",
         imports=("llamafactory.train.mca.workflow", "mcore_adapter.trainer"),
         written_for="ff6d4d12",
-        has_driver=False,
+        unused=("av", "datasets", "fire", "librosa", "torchaudio", "trl"),
     ),
     "slime": Framework(
         package="slime",
