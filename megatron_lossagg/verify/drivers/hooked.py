@@ -48,10 +48,11 @@ class HookedDriver(Driver):
         rank = parallel_state.get_data_parallel_rank()
         return cut(self.drawn[rank :: self.parallelism.dp])
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen to what the model returns."""
         weighing = ScriptWeighing(1, sys.maxsize, stop=False, report=report)
         rebind_schedule(self.schedule, weighing, expected=f"a loop of {self.function}")
+        return weighing
 
     @contextmanager
     def trained_by(self, trained: str | Aggregation) -> Iterator[Any]:

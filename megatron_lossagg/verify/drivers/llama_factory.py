@@ -121,7 +121,7 @@ def _reduced(values: Any, group: Any = None, op: Any = dist.ReduceOp.SUM) -> Any
     """Reduce as mcore_adapter's function; gloo has no average."""
     if isinstance(values, dict):
         return {name: _reduced(one, group, op) for name, one in sorted(values.items())}
-    total = torch.atleast_1d(values).contiguous()
+    total = values.reshape(-1).contiguous()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group) if op == dist.ReduceOp.AVG else total
 

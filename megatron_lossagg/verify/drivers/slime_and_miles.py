@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from megatron_lossagg.integrations._framework_options import spelled
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
@@ -76,11 +77,11 @@ class RolloutDriver(Driver):
         self.chunks = {one: self.wrapped(per_token=one) for one in (False, True)}
         self.begin(self.arguments())
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in the functions that reduce the terms."""
         from megatron_lossagg.integrations import weigh_rollouts
 
-        weigh_rollouts.install(self.hooks.name, steps=sys.maxsize, report=report)
+        return weigh_rollouts.install(self.hooks.name, steps=sys.maxsize, report=report)
 
     def prepare(self, trained: str | Aggregation) -> tuple[Namespace, Any]:
         """Convert the rollouts, as the rollout manager does."""

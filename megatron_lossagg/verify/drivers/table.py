@@ -43,6 +43,10 @@ _ROLLOUTS = (
     *("six", "wandb", "tensorboard", "PIL", "pandas", "pybase64", "msgspec", "zmq", "starlette"),
     *("transfer_queue", "aiohttp", "cachetools", "fastapi", "uvicorn", "openai", "datasets"),
 )
+_SWIFT = (
+    *("aiohttp", "json_repair", "modelscope", "msgspec", "requests", "transformer_engine"),
+    *("triton", "trl", "urllib3", "datasets"),
+)
 
 FRAMEWORKS: dict[str, Framework] = {
     "megatron-lm": Framework(
@@ -60,11 +64,19 @@ FRAMEWORKS: dict[str, Framework] = {
     ),
     "ms-swift": Framework(
         package="swift.megatron",
-        imports=("swift.megatron.trainers.trainer", "swift.megatron.trainers.grpo_trainer"),
+        imports=("swift.megatron.trainers.trainer",),
         written_for="4.6.0",
+        unused=_SWIFT,
+        passed_by=("swift.rlhf_trainers.grpo_trainer",),
         is_hooked=True,
-        has_driver=False,
-        needs_transformer_engine=True,
+    ),
+    "ms-swift-grpo": Framework(
+        package="swift.megatron",
+        imports=("swift.megatron.trainers.grpo_trainer",),
+        written_for="4.6.0",
+        unused=_SWIFT,
+        passed_by=("swift.rlhf_trainers.grpo_trainer",),
+        is_hooked=True,
     ),
     "llama-factory": Framework(
         package="llamafactory",
