@@ -55,6 +55,13 @@ FRAMEWORKS: dict[str, Framework] = {
         written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
         is_hooked=True,
     ),
+    "megatron-rl": Framework(
+        package="megatron.rl",
+        imports=("megatron.training", "train_rl"),
+        written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
+        unused=("httpx", "fastapi", "uvicorn", "wandb"),
+        is_hooked=True,
+    ),
     "bridge": Framework(
         package="megatron.bridge",
         imports=("megatron.training", "megatron.bridge.training.train"),
