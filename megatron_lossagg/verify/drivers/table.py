@@ -31,10 +31,6 @@ class Framework:
     """Modules of its own that load models, or of a newer Megatron-Core: placeholders, always."""
     is_hooked: bool = False
     """Whether its integration is around Megatron's schedule: verified by ``--hooked`` too."""
-    has_driver: bool = True
-    """Whether ``drivers/`` has it; if not, ``frameworks/`` has checks of its functions."""
-    needs_transformer_engine: bool = False
-    """Whether its checks import Transformer Engine, which a machine without CUDA cannot."""
 
 
 _SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
