@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import ran  # noqa: E402
 
-from megatron_lossagg.verify.drivers.runs import FRAMEWORKS  # noqa: E402
+from megatron_lossagg.verify.drivers.table import FRAMEWORKS  # noqa: E402
 
 PACKAGE = ROOT / "megatron_lossagg"
 INSTALLED = ROOT / ".venv-frameworks"
