@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -53,6 +54,8 @@ class Driver(ABC):
     """What a sample is: each sequence (``number``), or all of a rollout (``sample``)."""
     lacks: ClassVar[frozenset[str]] = frozenset()
     """Modes that its integration refuses."""
+    dual_clip: ClassVar[float | None] = DUAL_CLIP
+    """Of its policy loss; None if it has none."""
     tolerance: ClassVar[float] = 1e-5
     """Relative, of weights and losses; frameworks count in float32."""
     float32: ClassVar[bool] = True
@@ -74,8 +77,8 @@ class Driver(ABC):
         return small_gpt.wrapped_chunks(self.parallelism, config)[0]
 
     @abstractmethod
-    def listen(self, report: Any) -> None:
-        """Install weighing for every step; ``report`` gets each term, on rank 0."""
+    def listen(self, report: Any) -> ScriptWeighing:
+        """Install weighing for every step and return it; ``report`` gets each term, on rank 0."""
 
     def prepare(self, trained: str | Aggregation) -> Any:
         """Do what the framework does in a process of its own, before there are process groups.
@@ -101,6 +104,19 @@ class Driver(ABC):
     def trains(cls, aggregation: Aggregation) -> bool:
         """Whether its integration has a mode."""
         return aggregation.mode not in cls.lacks
+
+
+class Unchanging:
+    """An optimizer that changes no weight, and its schedule."""
+
+    param_groups: Sequence[Any] = ({},)
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+    def step(self, increment: int = 0) -> tuple[bool, float, int]:
+        """Do nothing, well."""
+        return True, 0.0, 0
 
 
 @dataclass(frozen=True)
@@ -153,21 +169,22 @@ def reference_of(driver: Driver) -> Reference:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad():
-            found = [*_losses(reference_model(driver.parallelism.shape), driver.drawn)]
+            found = [*_losses(reference_model(driver.parallelism.shape), driver)]
     finally:
         torch.set_default_dtype(default)
     losses = {term: [list(one[term].unbind()) for one in found] for term in found[0]}
     return Reference(driver.drawn, driver.sample, losses)
 
 
-def _losses(model: Any, drawn: Sequence[Drawn]) -> Iterator[dict[str, Tensor]]:
+def _losses(model: Any, driver: Driver) -> Iterator[dict[str, Tensor]]:
     """Compute the losses of each sequence's response, by term."""
-    for one in drawn:
+    for one in driver.drawn:
         n = len(one.mask)
         logits = model(one.tokens[None], torch.arange(len(one.tokens))[None], None)[0, -n - 1 : -1]
         log_p = torch.log_softmax(logits.double(), -1)
         x = log_p.gather(1, one.tokens[-n:, None])[:, 0]
-        policy = ppo_losses(x, one.old_log_probs, one.advantages, clip=CLIP, dual_clip=DUAL_CLIP)
+        old, advantages, dual_clip = one.old_log_probs, one.advantages, driver.dual_clip
+        policy = ppo_losses(x, old, advantages, clip=CLIP, dual_clip=dual_clip)
         yield {
             "nll": -x,
             "pg": policy,

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.drawn import Drawn, column
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, KL, Driver
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -52,11 +52,11 @@ class FrameworkDriver(Driver):
         """Whether it is one of the modes that the loss function can divide by."""
         return aggregation.mode in _MODES and aggregation.count_empty is not False
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in what reduces losses."""
         from megatron_lossagg.integrations import weigh_rl
 
-        weigh_rl.install("nemo-rl", steps=sys.maxsize, report=report)
+        return weigh_rl.install("nemo-rl", steps=sys.maxsize, report=report)
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Split the batch over the ranks, and train one step."""
@@ -64,7 +64,9 @@ class FrameworkDriver(Driver):
 
         is_packed = self.parallelism.cp > 1
         policy_config = config(self.parallelism, is_packed=is_packed)
-        worker = worker_of(self.module, self.chunk, policy_config)
+        worker = worker_of(
+            self.module.MegatronPolicyWorkerImpl, self.chunk, policy_config, _Optimizer()
+        )
         shards = sharded(data_of(self.drawn), policy_config, self.parallelism.dp, len(self.drawn))
         shard = shards[parallel_state.get_data_parallel_rank()]
         self.chunk.zero_grad_buffer()
@@ -138,26 +140,20 @@ def data_of(drawn: Sequence[Drawn]) -> Any:
     """Return the trainer's batch; the first token of a sequence has no loss."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    lengths = torch.tensor([len(one.tokens) for one in drawn])
-    width = -(-int(lengths.max()) // 4) * 4
-
-    def column(values: Sequence[Any]) -> Tensor:
-        made = torch.zeros(len(drawn), width)
-        for row, end, given in zip(made, lengths, values, strict=True):
-            row[end - len(given) : end] = torch.as_tensor(given)
-        return made
-
-    old = column([one.old_log_probs for one in drawn])
+    ends = [len(one.tokens) for one in drawn]
+    width = -(-max(ends) // 4) * 4
+    names = ("tokens", "mask", "advantages", "old_log_probs", "ref_log_probs")
+    columns = {name: column([getattr(one, name) for one in drawn], ends, width) for name in names}
     return BatchedDataDict(
         {
-            "input_ids": column([one.tokens for one in drawn]).long(),
-            "input_lengths": lengths,
-            "token_mask": column([one.mask for one in drawn]),
+            "input_ids": columns["tokens"].long(),
+            "input_lengths": torch.tensor(ends),
+            "token_mask": columns["mask"],
             "sample_mask": torch.ones(len(drawn)),
-            "advantages": column([one.advantages for one in drawn]),
-            "prev_logprobs": old,
-            "generation_logprobs": old,
-            "reference_policy_logprobs": column([one.ref_log_probs for one in drawn]),
+            "advantages": columns["advantages"],
+            "prev_logprobs": columns["old_log_probs"],
+            "generation_logprobs": columns["old_log_probs"],
+            "reference_policy_logprobs": columns["ref_log_probs"],
         }
     )
 
@@ -188,12 +184,6 @@ def sharded(data: Any, policy_config: Any, dp_size: int, sequences_per_step: int
 
 def worker_module() -> Any:
     """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
-    if sys.version_info < (3, 12):  # its pydantic models ask for this one there
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
     import megatron.core.dist_checkpointing.strategies.torch as checkpoints
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
     import transformers
@@ -235,15 +225,15 @@ def worker_module() -> Any:
     return worker
 
 
-def worker_of(module: Any, chunk: Any, policy_config: Any) -> Any:
+def worker_of(kind: Any, chunk: Any, policy_config: Any, optimizer: Any) -> Any:
     """Return a worker around a wrapped model."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    worker = object.__new__(module.MegatronPolicyWorkerImpl)
+    worker = object.__new__(kind)
     vars(worker).update(
         cfg=policy_config, dp_size=parallel_state.get_data_parallel_world_size(), model=chunk,
-        optimizer=_Optimizer(), scheduler=_Nothing(), timer=_Nothing(),
+        optimizer=optimizer, scheduler=_Nothing(), timer=_Nothing(),
         dtype=torch.get_default_dtype(), draft_model=None, sampling_params=None,
         media_placeholder_token_id=None, defer_fp32_logits=False,
         mcore_state=SimpleNamespace(straggler_timer=None), delegate_pack_to_model=False,

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.integrations._weigh_switch import WEIGH
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.drawn import Drawn, column
 from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Driver
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
@@ -56,18 +56,7 @@ class FrameworkDriver(Driver):
             self.terms = {name: of for name, of in self.terms.items() if name != "entropy"}  # type: ignore[misc]
         os.environ[WEIGH] = "1"  # the trainer leaves its weights in the batch
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
-        import_shims()
-        import skyrl.backends.skyrl_train.distributed.dispatch as dispatch
-        from megatron.core.distributed import finalize_model_grads
-        from skyrl.backends.skyrl_train.workers.megatron import (
-            megatron_model_wrapper,
-            megatron_worker,
-        )
-
-        self.wrapper, self.worker = megatron_model_wrapper, megatron_worker
-        dispatch.ray.put = lambda chunk: chunk
-        if hasattr(megatron_model_wrapper, _OF_BRIDGE):  # Megatron-Core's, and LoRA of experts
-            setattr(megatron_model_wrapper, _OF_BRIDGE, finalize_model_grads)
+        use_cpu()
 
     def prepare(self, trained: str | Aggregation) -> tuple[Any, Any]:
         """Stage each rank's sequences as the trainer does."""
@@ -92,11 +81,11 @@ class FrameworkDriver(Driver):
         (chunks,) = dispatch.MeshDispatch.stage_chunks(self.parallelism.dp, batch, boundaries)
         return cfg, chunks
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in what reduces losses."""
         from megatron_lossagg.integrations import weigh_rl
 
-        weigh_rl.install("skyrl", steps=sys.maxsize, report=report)
+        return weigh_rl.install("skyrl", steps=sys.maxsize, report=report)
 
     def train(self, trained: str | Aggregation, prepared: tuple[Any, Any]) -> Mapping[str, float]:
         """Run the worker's part of a step."""
@@ -105,24 +94,19 @@ class FrameworkDriver(Driver):
         cfg, chunks = prepared
         worker = worker_of(cfg, self.chunk)
         self.chunk.zero_grad_buffer()
-        with replaced(torch, randint=_in_vocabulary(torch.randint)):
+        with replaced(torch, randint=in_vocabulary(torch.randint)):
             output = worker.forward_backward(chunks[parallel_state.get_data_parallel_rank()])
         if hasattr(worker.model, "run_pending_grad_sync"):  # 0.3.0 reduces in the schedule
             worker.model.run_pending_grad_sync()
         return {"loss": float(output.metrics["policy_loss"])}
 
 
-def import_shims() -> None:
-    """Let SkyRL be imported by an older Python and Megatron-Core, and without Megatron-Bridge."""
-    if sys.version_info < (3, 12):  # its pydantic models ask for this one there
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
+def use_cpu() -> None:
+    """Let SkyRL be imported without Megatron-Bridge and Ray, and with an older Megatron-Core."""
     # SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: as if it had.
     adapters: Any = importlib.import_module("megatron.bridge.peft.utils")
     adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.packed_seq_params import PackedSeqParams
 
     utils: Any = importlib.import_module(f"{_SKYRL}.distributed.megatron.megatron_utils")
@@ -130,19 +114,16 @@ def import_shims() -> None:
         utils.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
     # SkyRL asks whether the model is one of Bridge's, where it can be imported.
     sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None  # type: ignore[assignment]
+    dispatch: Any = importlib.import_module(f"{_SKYRL}.distributed.dispatch")
+    dispatch.ray.put = lambda chunk: chunk
+    wrapper = importlib.import_module(f"{_SKYRL}.workers.megatron.megatron_model_wrapper")
+    if hasattr(wrapper, _OF_BRIDGE):  # Megatron-Core's, and LoRA of experts
+        setattr(wrapper, _OF_BRIDGE, finalize_model_grads)
 
 
-def _in_vocabulary(randint: Any) -> Any:
+def in_vocabulary(randint: Any) -> Any:
     """Draw the tokens of a padding microbatch, which SkyRL takes below 100, from the model's."""
     return lambda low, high, *size, **given: randint(low, min(high, VOCABULARY), *size, **given)
-
-
-def right_aligned(values: Sequence[Any], width: int) -> Tensor:
-    """Stack per-token values as SkyRL does: responses end where the sequence ends."""
-    made = torch.zeros(len(values), width)
-    for sequence, value in zip(made, values, strict=True):
-        sequence[width - len(value) :] = torch.as_tensor(value)
-    return made
 
 
 def prompt_boundaries(prompts: Sequence[Any]) -> list[tuple[int, int]]:
@@ -170,16 +151,20 @@ def batch_of(drawn: Sequence[Drawn]) -> Any:
         padding, prompts, responses, rewards, masks
     )
     sequences, attention_mask, response_mask, _, loss_mask, *_ = converted
-    width = loss_mask.shape[1]
+    width, names = loss_mask.shape[1], ("advantages", "old_log_probs", "ref_log_probs")
+    columns = {
+        name: column([getattr(one, name) for one in drawn], [width] * len(drawn), width)
+        for name in names
+    }
     batch = TrainingInputBatch(
         {
             "sequences": sequences,
             "attention_mask": attention_mask,
             "response_mask": response_mask,
             "loss_mask": loss_mask,
-            "advantages": right_aligned([one.advantages for one in drawn], width),
-            "action_log_probs": right_aligned([one.old_log_probs for one in drawn], width),
-            "base_action_log_probs": right_aligned([one.ref_log_probs for one in drawn], width),
+            "advantages": columns["advantages"],
+            "action_log_probs": columns["old_log_probs"],
+            "base_action_log_probs": columns["ref_log_probs"],
         }
     )
     uids = [f"p{one.prompt}" for one in drawn]
