@@ -151,6 +151,15 @@ FRAMEWORKS: dict[str, Framework] = {
             *("torch_memory_saver", "uvloop", "wandb"),
         ),
     ),
+    "roll": Framework(
+        package="roll",
+        imports=("mcore_adapter.trainer", "roll.distributed.strategy.megatron_strategy"),
+        written_for="8eb27cc2",
+        unused=(
+            *("ray", "datasets", "transfer_queue", "opentelemetry", "pybase64", "imageio"),
+            *("modelscope",),
+        ),
+    ),
 }
 
 
