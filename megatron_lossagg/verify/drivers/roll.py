@@ -162,18 +162,16 @@ class FrameworkDriver(Driver):
         rows = {name: one.chunk(dp)[dp_rank] for name, one in language_columns(self.drawn).items()}
         parts = zip(*(one.split(_BATCH) for one in rows.values()), strict=True)
         batches = [dict(zip(rows, part, strict=True)) for part in parts]
-        keys = self.trainer.McaTrainer.metrics_keys
-        stock = self.trainer.get_forward_backward_func
+        stock, kind = self.trainer.get_forward_backward_func, self.trainer.McaTrainer
+        trainer = trainer_of(kind, chunk, per_token=trained == _PER_TOKEN)
+        trainer.model = self._models(chunk, [chunk.module])
         with (
-            replaced(self.trainer, get_forward_backward_func=stock),
-            replaced(self.trainer.McaTrainer, metrics_keys=keys),
+            replaced(self.trainer, get_forward_backward_func=lambda: weighing.wrap(stock())),
+            replaced(kind, metrics_keys=kind.metrics_keys),
         ):
             if isinstance(trained, Aggregation):
                 mcore_adapter.install(trained)
-            schedule = self.trainer.get_forward_backward_func()
-        trainer = trainer_of(self.trainer.McaTrainer, chunk, per_token=trained == _PER_TOKEN)
-        trainer.model = self._models(chunk, [chunk.module])
-        trainer.forward_backward_func = weighing.wrap(schedule)
+            trainer.forward_backward_func = self.trainer.get_forward_backward_func()
         loss, *_ = trainer.training_step([chunk], iter(batches), _WIDTH)
         # As the log: a mean over data-parallel ranks, or of both sums.
         torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
