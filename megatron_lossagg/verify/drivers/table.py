@@ -160,6 +160,20 @@ FRAMEWORKS: dict[str, Framework] = {
             *("modelscope",),
         ),
     ),
+    "open-instruct": Framework(
+        package="open_instruct",
+        imports=("open_instruct.grpo_fast", "open_instruct.finetune"),
+        written_for="e6c3044a",
+        unused=(
+            *("ray", "vllm", "datasets", "olmo_core", "beaker", "wandb", "docker", "openenv"),
+            *("aiohttp", "backoff", "deepspeed", "tiktoken", "langdetect", "immutabledict"),
+            *("nltk", "peft", "openai", "uvicorn", "fastapi", "litellm", "mcp"),
+        ),
+        passed_by=(
+            *("open_instruct.olmo_core_callbacks", "open_instruct.olmo_core_hybrid"),
+            "open_instruct.vllm_utils",
+        ),
+    ),
 }
 
 
