@@ -160,6 +160,16 @@ FRAMEWORKS: dict[str, Framework] = {
             *("modelscope",),
         ),
     ),
+    "primus": Framework(
+        package="primus",
+        imports=(
+            "megatron.training",
+            "primus.backends.megatron.megatron_pretrain_trainer",
+            "primus.backends.megatron.megatron_sft_trainer",
+        ),
+        written_for="fd1eeabb",
+        unused=("six", "datasets", "mlflow", "loguru"),
+    ),
     "open-instruct": Framework(
         package="open_instruct",
         imports=("open_instruct.grpo_fast", "open_instruct.finetune"),
