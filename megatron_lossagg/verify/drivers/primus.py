@@ -85,13 +85,10 @@ class FrameworkDriver(Driver):
         import megatron.core.pipeline_parallel as schedules
 
         from megatron_lossagg.integrations import primus
-        from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 
         setting = _PRETRAIN if isinstance(trained, Aggregation) else trained
         self.args.calculate_per_token_loss = setting.endswith(_PER_TOKEN)
         kind = setting.removesuffix(_PER_TOKEN)
-        weighing = ScriptWeighing(1, 1, stop=False, report=self.report)
-        stock = schedules.get_forward_backward_func
         logged: dict[str, float] = {}
 
         def pretrain(
@@ -99,15 +96,12 @@ class FrameworkDriver(Driver):
         ) -> None:
             logged.update(self._step(forward_step))
 
-        def weighed(*given: Any, **more: Any) -> Any:
-            return weighing.wrap(stock(*given, **more))
-
-        module, loop = self.trainers[kind], self.training.training
-        (trainer,) = (of for name, of in vars(module).items() if name == _CLASSES[kind])
+        loop = self.training.training
+        trainer = getattr(self.trainers[kind], _CLASSES[kind])
         with (
             replaced(self.training, pretrain=pretrain),
-            replaced(loop, get_forward_backward_func=weighed),
-            replaced(schedules, get_forward_backward_func=weighed),
+            replaced(loop, get_forward_backward_func=loop.get_forward_backward_func),
+            replaced(schedules, get_forward_backward_func=schedules.get_forward_backward_func),
             replaced(trainer, train=trainer.train),
         ):
             if isinstance(trained, Aggregation):
@@ -119,7 +113,10 @@ class FrameworkDriver(Driver):
 
     def _step(self, forward_step: Any) -> Mapping[str, float]:
         """Run Megatron-LM's step with what Primus passed to ``pretrain``."""
+        from megatron_lossagg.integrations.weigh_script import ScriptWeighing
+
         loop, chunk = self.training.training, self.chunks[self.args.calculate_per_token_loss]
+        weighing = ScriptWeighing(1, 1, stop=False, report=self.report)
         nothing = _Nothing()
         losses, *_ = loop.train_step(
             forward_step,
@@ -128,7 +125,7 @@ class FrameworkDriver(Driver):
             nothing,
             nothing,
             chunk.config,
-            loop.get_forward_backward_func(),
+            weighing.wrap(loop.get_forward_backward_func()),
             iteration=0,
         )
         return {"loss": float(losses["lm loss"])}
