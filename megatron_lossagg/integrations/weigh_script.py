@@ -44,6 +44,10 @@ class ScriptWeighing:
         self._before: Mapping[str, Weighed] = {}
         """The terms of the step before."""
 
+    def forget(self) -> None:
+        """Take the next step for another run's: explain it by itself."""
+        self._before = {}
+
     def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned.
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, Driver
@@ -39,11 +40,11 @@ class FrameworkDriver(Driver):
         gather: Any = functional._AllGather
         gather.backward = staticmethod(_reduce_scattered)
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in its policy loss."""
         from megatron_lossagg.integrations import weigh_rl
 
-        weigh_rl.install("areal", steps=sys.maxsize, report=report)
+        return weigh_rl.install("areal", steps=sys.maxsize, report=report)
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Dispatch the trajectories over the ranks, and update the policy once."""

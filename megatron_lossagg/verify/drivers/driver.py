@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -74,8 +75,8 @@ class Driver(ABC):
         return small_gpt.wrapped_chunks(self.parallelism, config)[0]
 
     @abstractmethod
-    def listen(self, report: Any) -> None:
-        """Install weighing for every step; ``report`` gets each term, on rank 0."""
+    def listen(self, report: Any) -> ScriptWeighing:
+        """Install weighing for every step and return it; ``report`` gets each term, on rank 0."""
 
     def prepare(self, trained: str | Aggregation) -> Any:
         """Do what the framework does in a process of its own, before there are process groups.
@@ -101,6 +102,19 @@ class Driver(ABC):
     def trains(cls, aggregation: Aggregation) -> bool:
         """Whether its integration has a mode."""
         return aggregation.mode not in cls.lacks
+
+
+class Unchanging:
+    """An optimizer that changes no weight, and its schedule."""
+
+    param_groups: Sequence[Any] = ({},)
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+    def step(self, increment: int = 0) -> tuple[bool, float, int]:
+        """Do nothing, well."""
+        return True, 0.0, 0
 
 
 @dataclass(frozen=True)

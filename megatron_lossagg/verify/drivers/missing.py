@@ -1,19 +1,17 @@
 """Which modules a framework imports that are not here: all of them, not the first.
 
 An import that fails for a module that cannot be found is tried again with a placeholder in its
-place. What a driver's step never calls has placeholders from the start.
+place.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+
+from megatron_lossagg.verify.drivers.placeholders import Placeholders
 
 _MOST = 200
 """Modules that are looked for: an import that never ends would be a fault here."""
@@ -105,64 +103,3 @@ def install_line(names: Sequence[str]) -> str:
     if of_megatron:
         lines.append(f"put the Megatron-LM that has {', '.join(of_megatron)} on PYTHONPATH")
     return ", and ".join(lines)
-
-
-class _Placeholder:
-    """Whatever a module does with a name at import: a class, a decorator, a constant."""
-
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        super().__init_subclass__()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __or__(self, other: Any) -> Any:
-        return self
-
-    __ror__ = __getitem__ = __or__
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        return (_Placeholder,)
-
-
-class _Module(ModuleType):
-    __version__ = "2.9.0"  # of Transformer Engine: compared by Megatron-Bridge
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Placeholder()
-
-
-class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that are missing, and what lies in them, as a finder of ``sys.meta_path``."""
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self.names = list(names)
-
-    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        """Find what lies in one of the names."""
-        if any(f"{fullname}.".startswith(f"{name}.") for name in self.names):
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Make a module that has any name."""
-        return _Module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run nothing."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, KL, Driver
@@ -52,11 +53,11 @@ class FrameworkDriver(Driver):
         """Whether it is one of the modes that the loss function can divide by."""
         return aggregation.mode in _MODES and aggregation.count_empty is not False
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in what reduces losses."""
         from megatron_lossagg.integrations import weigh_rl
 
-        weigh_rl.install("nemo-rl", steps=sys.maxsize, report=report)
+        return weigh_rl.install("nemo-rl", steps=sys.maxsize, report=report)
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Split the batch over the ranks, and train one step."""
@@ -188,12 +189,6 @@ def sharded(data: Any, policy_config: Any, dp_size: int, sequences_per_step: int
 
 def worker_module() -> Any:
     """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
-    if sys.version_info < (3, 12):  # its pydantic models ask for this one there
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
     import megatron.core.dist_checkpointing.strategies.torch as checkpoints
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
     import transformers

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +17,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.missing import Placeholders
+from megatron_lossagg.verify.drivers import placeholders
 from megatron_lossagg.verify.drivers.outcome import (
     FAIL,
     NOT_RUN,
@@ -100,15 +100,8 @@ class DriverJob:
 
     def run(self) -> Iterator[Event]:
         """Run the steps on this rank; yield an event for each."""
-        import megatron_lossagg.cpu as cpu
-
-        cpu.install()
-        with suppress(ImportError):  # Megatron-Core, before it finds placeholders
-            import_module("megatron_lossagg.verify.small_gpt")
-        framework = FRAMEWORKS[self.framework]
-        sys.meta_path.insert(0, Placeholders(framework.passed_by))
-        sys.meta_path.append(Placeholders(framework.unused))
         try:
+            stand_in(self.framework)
             from megatron_lossagg.verify.drivers.drawn import draw
 
             drawn = draw(edges=self.edges)
@@ -131,12 +124,13 @@ class DriverJob:
         with split_world(self.parallelism):
             driver.start()
             terms: dict[str, Weighed] = {}
-            driver.listen(lambda step, _, term: terms.update({term: step}))
+            weighing = driver.listen(lambda step, _, term: terms.update({term: step}))
             for trained, given in prepared:
                 terms.clear()
+                weighing.forget()
                 logged = driver.train(trained, given)
                 yield _step(driver, reference, trained, terms, logged)
-            del driver  # whose models hold groups
+            del driver, weighing  # whose models hold groups
         dist.barrier()  # a launcher ends the others as soon as one rank has failed
         gc.collect()  # a group that is still held aborts the process at its end
         dist.destroy_process_group()
@@ -157,6 +151,30 @@ class DriverJob:
             yield from filter(driver.trains, aggregations().values())
         else:
             yield from self.aggregations
+
+
+def stand_in(framework: str) -> None:
+    """Let a framework's step be imported on a CPU.
+
+    Megatron comes first, before it finds placeholders. Raises :class:`NotRunError` without the
+    Megatron-LM that the framework needs.
+    """
+    import megatron_lossagg.cpu as cpu
+    from megatron_lossagg.cpu.training import install_training
+
+    row = FRAMEWORKS[framework]
+    placeholders.older_python()
+    if "megatron.training" in row.imports:
+        placeholders.install(last=["six"])  # a tokenizer's
+        try:
+            install_training()
+        except ContractError as error:
+            raise NotRunError(str(error)) from error
+    cpu.install()
+    for looks in ("megatron_lossagg.verify.small_gpt", "torch._inductor.compile_fx"):
+        with suppress(ImportError):  # for Transformer Engine and triton, which are no placeholders
+            import_module(looks)
+    placeholders.install(first=row.passed_by, last=row.unused)
 
 
 def _step(

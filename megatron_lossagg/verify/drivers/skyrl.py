@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.integrations._weigh_switch import WEIGH
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Driver
@@ -92,11 +93,11 @@ class FrameworkDriver(Driver):
         (chunks,) = dispatch.MeshDispatch.stage_chunks(self.parallelism.dp, batch, boundaries)
         return cfg, chunks
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in what reduces losses."""
         from megatron_lossagg.integrations import weigh_rl
 
-        weigh_rl.install("skyrl", steps=sys.maxsize, report=report)
+        return weigh_rl.install("skyrl", steps=sys.maxsize, report=report)
 
     def train(self, trained: str | Aggregation, prepared: tuple[Any, Any]) -> Mapping[str, float]:
         """Run the worker's part of a step."""
@@ -113,13 +114,7 @@ class FrameworkDriver(Driver):
 
 
 def import_shims() -> None:
-    """Let SkyRL be imported by an older Python and Megatron-Core, and without Megatron-Bridge."""
-    if sys.version_info < (3, 12):  # its pydantic models ask for this one there
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
+    """Let SkyRL be imported with an older Megatron-Core, and without Megatron-Bridge."""
     # SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: as if it had.
     adapters: Any = importlib.import_module("megatron.bridge.peft.utils")
     adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)

@@ -16,14 +16,14 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._framework_options import spelled
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, ENTROPY, KL, Driver
-from megatron_lossagg.verify.drivers.outcome import FrameworkError, NotRunError
+from megatron_lossagg.verify.drivers.outcome import FrameworkError
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "--calculate-per-token-loss"
@@ -48,13 +48,7 @@ class RolloutDriver(Driver):
         import ray
         import torch._dynamo
 
-        from megatron_lossagg.cpu.training import install_training
-
         torch._dynamo.config.disable = True  # compiling takes a minute and changes no number
-        try:
-            install_training()
-        except ContractError as error:  # without the Megatron-LM that these frameworks need
-            raise NotRunError(str(error)) from error
         ray.put = ray.get = lambda value, **_: value
         self.parsed = parsed(self.hooks)
 
@@ -83,11 +77,11 @@ class RolloutDriver(Driver):
         self.chunks = {one: self.wrapped(per_token=one) for one in (False, True)}
         self.begin(self.arguments())
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in the functions that reduce the terms."""
         from megatron_lossagg.integrations import weigh_rollouts
 
-        weigh_rollouts.install(self.hooks.name, steps=sys.maxsize, report=report)
+        return weigh_rollouts.install(self.hooks.name, steps=sys.maxsize, report=report)
 
     def prepare(self, trained: str | Aggregation) -> tuple[Namespace, Any]:
         """Convert the rollouts, as the rollout manager does."""

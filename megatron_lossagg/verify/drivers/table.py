@@ -43,6 +43,10 @@ _ROLLOUTS = (
     *("six", "wandb", "tensorboard", "PIL", "pandas", "pybase64", "msgspec", "zmq", "starlette"),
     *("transfer_queue", "aiohttp", "cachetools", "fastapi", "uvicorn", "openai", "datasets"),
 )
+_SWIFT = (
+    *("aiohttp", "json_repair", "modelscope", "msgspec", "requests", "transformer_engine"),
+    *("triton", "trl", "urllib3", "datasets"),
+)
 
 FRAMEWORKS: dict[str, Framework] = {
     "megatron-lm": Framework(
@@ -50,29 +54,35 @@ FRAMEWORKS: dict[str, Framework] = {
         imports=("megatron.training",),
         written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
         is_hooked=True,
-        has_driver=False,
     ),
     "bridge": Framework(
         package="megatron.bridge",
-        imports=("megatron.bridge.training.train", "megatron.bridge.training.eval"),
+        imports=("megatron.training", "megatron.bridge.training.train"),
         written_for="067f987d",
+        unused=("transformer_engine", "modelopt", "nvidia_resiliency_ext", "datasets"),
         is_hooked=True,
-        has_driver=False,
-        needs_transformer_engine=True,
     ),
     "ms-swift": Framework(
         package="swift.megatron",
-        imports=("swift.megatron.trainers.trainer", "swift.megatron.trainers.grpo_trainer"),
+        imports=("swift.megatron.trainers.trainer",),
         written_for="4.6.0",
+        unused=_SWIFT,
+        passed_by=("swift.rlhf_trainers.grpo_trainer",),
         is_hooked=True,
-        has_driver=False,
-        needs_transformer_engine=True,
+    ),
+    "ms-swift-grpo": Framework(
+        package="swift.megatron",
+        imports=("swift.megatron.trainers.grpo_trainer",),
+        written_for="4.6.0",
+        unused=_SWIFT,
+        passed_by=("swift.rlhf_trainers.grpo_trainer",),
+        is_hooked=True,
     ),
     "llama-factory": Framework(
         package="llamafactory",
         imports=("llamafactory.train.mca.workflow", "mcore_adapter.trainer"),
         written_for="ff6d4d12",
-        has_driver=False,
+        unused=("av", "datasets", "fire", "librosa", "torchaudio", "trl"),
     ),
     "slime": Framework(
         package="slime",

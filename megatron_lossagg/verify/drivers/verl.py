@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Driver
@@ -57,11 +58,11 @@ class FrameworkDriver(Driver):
         self.chunk = self.wrapped(per_token=self.parallelism.cp > 1)
         self.engine = engine_around(self._engine_class, self.chunk)
 
-    def listen(self, report: Any) -> None:
+    def listen(self, report: Any) -> ScriptWeighing:
         """Listen in what calls ``agg_loss``."""
         from megatron_lossagg.integrations import weigh_rl
 
-        weigh_rl.install("verl", steps=sys.maxsize, report=report)
+        return weigh_rl.install("verl", steps=sys.maxsize, report=report)
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Train this rank's sequences in microbatches of two or one."""
