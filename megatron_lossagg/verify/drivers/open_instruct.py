@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lossagg.integrations._refusals import replaced
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.drivers.configuration import defaults
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import DIVISOR, Driver
 from megatron_lossagg.verify.drivers.outcome import NotRunError
@@ -63,22 +65,24 @@ class FrameworkDriver(Driver):
     def start(self) -> None:
         """Build no model of Megatron's."""
 
-    def listen(self, report: Any) -> None:
-        """Weigh each step by itself, of a model of its own."""
+    def listen(self, report: Any) -> ScriptWeighing:
+        """Weigh each step by itself, of a model of its own: there is no schedule."""
         self.report = report
+        return ScriptWeighing(1, 1, stop=False, report=report)
 
     @classmethod
     def trains(cls, aggregation: Aggregation) -> bool:
-        """Whether there is an integration, which there is none."""
-        return False
+        """Raise :class:`NotRunError`: there is no integration."""
+        raise NotRunError(
+            f"got {aggregation.mode} for open-instruct, which has no integration: "
+            "examples/open_instruct.py trains it under DDP"
+        )
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Run a step of one of its two scripts."""
         if isinstance(trained, Aggregation):
-            raise NotRunError(
-                f"got {trained.mode} for open-instruct, which has no integration: examples/"
-                "open_instruct.py trains it"
-            )
+            self.trains(trained)
+            return {}
         self.step = _Step()
         if trained == _FINETUNE:
             with suppress(_StepIsOver):
@@ -317,7 +321,6 @@ def trainer_process(module: Any, step: _Step, samples: int, loss_denominator: st
         load_ref_policy=False,
         world_size=dist.get_world_size(),
     )
-    args.sequence_parallel_size = 1
     vars(process).update(
         args=args,
         splitter=None,
@@ -331,18 +334,6 @@ def trainer_process(module: Any, step: _Step, samples: int, loss_denominator: st
         scheduler=SimpleNamespace(get_last_lr=lambda: [0.0]),
     )
     return process
-
-
-def defaults(kind: Any, **given: Any) -> Any:
-    """Return a configuration with its own defaults, but for what is given."""
-    from dataclasses import MISSING, fields
-
-    made = object.__new__(kind)
-    for one in fields(kind):
-        if one.default is not MISSING or one.default_factory is not MISSING:
-            default = one.default_factory() if one.default is MISSING else one.default
-            setattr(made, one.name, given.get(one.name, default))
-    return made
 
 
 def collated(packs: Sequence[Sequence[Drawn]]) -> Any:

@@ -178,7 +178,7 @@ FRAMEWORKS: dict[str, Framework] = {
             "primus.backends.megatron.megatron_sft_trainer",
         ),
         written_for="fd1eeabb",
-        unused=("six", "datasets", "mlflow", "loguru"),
+        unused=("datasets", "mlflow"),
     ),
     "open-instruct": Framework(
         package="open_instruct",
