@@ -116,6 +116,17 @@ NEWEST = {
         on="roll",
         stand_ins="llama_factory_first",
     ),
+    "primus": Newest(
+        url="https://github.com/AMD-AGI/Primus.git",
+        folder="Primus",
+        packages=("primus",),
+        on="megatron-lm",
+    ),
+    "open-instruct": Newest(
+        url="https://github.com/allenai/open-instruct.git",
+        folder="open-instruct",
+        packages=("open_instruct",),
+    ),
 }
 
 ELSEWHERE = {

@@ -70,9 +70,10 @@ class FrameworkDriver(HookedDriver):
         roll = find_spec("roll")
         for package in () if roll is None else roll.submodule_search_locations or ():
             sys.path.append(str(Path(package).parent / "mcore_adapter" / "src"))
-        self.strategy, self.policy, self.sft, self.trainer = (
+        modules: list[Any] = [
             importlib.import_module(name) for name in (_STRATEGY, _POLICY, _SFT, self.schedule)
-        )
+        ]
+        self.strategy, self.policy, self.sft, self.trainer = modules
         use_cpu()
 
     def start(self) -> None:
