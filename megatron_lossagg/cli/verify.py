@@ -6,8 +6,8 @@ every parameter's gradient and the reported loss are compared with a float64
 reference on one process. Without options: a standard set of layouts on 4 CPU
 processes of this machine; with --gpu on its GPUs and NCCL, several ranks on one if
 there are fewer. Under torchrun: the launcher's ranks, with CUDA and NCCL if
-available. With --framework, a framework's own functions are compared
-with the reference first; if none of them can run, no case does. With --loss-func,
+available. With --framework, a framework's own step is compared with the
+reference first; if it cannot run, no case does. With --loss-func,
 only a loss function of one's own is checked, against itself on one process.
 Exit status: 0 if all cases pass and no check of a framework failed, 1 if one
 failed, 2 for wrong usage and if no check of a framework could run; which of
@@ -43,7 +43,7 @@ from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.drivers.outcome import FAIL, NOT_RUN, PASS, counted, none_ran
-from megatron_lossagg.verify.drivers.runs import TIMEOUT, run_framework
+from megatron_lossagg.verify.drivers.runs import TIMEOUT, layout_of, run_framework
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core, num_gpus
 from megatron_lossagg.verify.job import (
@@ -84,9 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--framework",
         choices=sorted(FRAMEWORKS),
-        help="first run the own functions of this framework, as installed here, on the CPU "
-        "against the reference (megatron-lm: pretrain_gpt.py); then the cases, as with --hooked "
-        f"for {hooked}",
+        help="first run this framework's own step, as installed here, on the CPU under each mode "
+        f"(at --dp and --cp); then the cases, as with --hooked for {hooked}",
     )
     run.add_argument(
         "--loss-scaling", choices=LOSS_SCALINGS, help="verify one of Megatron's two loss scalings"
@@ -131,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
                 f"run lossagg verify --framework {args.framework} without the launcher, and the "
                 "layouts under it"
             )
+        layout_of(args.dp or 2, args.cp or 1)
         check_installed(args.framework)
         args.hooked = FRAMEWORKS[args.framework].is_hooked or args.hooked
     job = _job(args, launcher)
@@ -260,7 +260,11 @@ def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
         say(f"{args.framework}: {': '.join(filter(None, parts))}")
 
     framework = run_framework(
-        args.framework, aggregation_from_args(args), timeout=timeout, report=report
+        args.framework,
+        aggregation_from_args(args),
+        layout=layout_of(args.dp or 2, args.cp or 1),
+        timeout=timeout,
+        report=report,
     )
     then = "no cases either" if none_ran(framework["checks"]) else "now the cases on Megatron-Core"
     say(f"{args.framework}: {counted(framework['checks'])}; {then}")

@@ -12,14 +12,12 @@ from megatron_lossagg.errors import LossAggregationError, say
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
 from megatron_lossagg.verify.drivers.outcome import FAIL, Outcome
-from megatron_lossagg.verify.drivers.runs import TIMEOUT, DriverJob, run_job
+from megatron_lossagg.verify.drivers.runs import TIMEOUT, DriverJob, layout_of, run_job
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.job import Event
-from megatron_lossagg.verify.parallelism import Parallelism
 
 _OF_A_SCRIPT = {"at": 1, "steps": 1, "stop": False, "picture": None, "expect": None, "cpu": False}
 """Options that a framework's step does not take, and their defaults."""
-_SEQUENCES = 12
 
 
 class _Chosen(argparse.Action):
@@ -38,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group(
         "a framework", "in place of a script: its own step on a drawn batch, on the CPU"
     )
-    drivers = sorted(name for name, one in FRAMEWORKS.items() if one.has_driver)
-    options.add_argument("--framework", action=_Chosen, choices=drivers)
+    options.add_argument("--framework", action=_Chosen, choices=sorted(FRAMEWORKS))
     options.add_argument(
         "--setting",
         default="",
@@ -74,11 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise LossAggregationError(
             f"got {aggregation.mode} with --framework, expected a mode with a formula: choose one"
         )
-    if args.dp < 1 or args.cp < 1 or _SEQUENCES % args.dp:
-        raise LossAggregationError(
-            f"got --dp {args.dp} --cp {args.cp}, expected at least 1, and a --dp that divides the "
-            f"{_SEQUENCES} drawn sequences"
-        )
+    layout = layout_of(args.dp, args.cp)
     check_installed(args.framework)
     check_outputs({"--json": args.json})
     steps: list[Event] = []
@@ -87,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
         steps.append(event)
         print(_text(event), flush=True)
 
-    layout = Parallelism(dp=args.dp, cp=args.cp, float32=True)
     say(f"{args.framework}: its own step at DP {args.dp} x CP {args.cp}, on the CPU")
     job = DriverJob(
         framework=args.framework,

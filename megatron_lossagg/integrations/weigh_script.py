@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_lossagg.contract.engine import engine_of, unwrapped
 from megatron_lossagg.contract.groups import LiveGroups
@@ -123,6 +124,8 @@ class _Listening:
         self._model, self._called = unwrapped(chunk), engine_of(chunk).called
         self._has_losses = LiveGroups.of([chunk]).is_last_stage
         self._packs: dict[str, Any] = {}
+        self._logits: tuple[int, ...] = ()
+        """Shape of the logits that the model has returned, if it returned no losses."""
         self._microbatch, self._num_heard = -1, 0
         self._is_inside = False
 
@@ -147,6 +150,7 @@ class _Listening:
     def _hears(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         # Of an interleaved pipeline only the last chunk of the last stage has losses.
         if not (self._has_losses and self._is_inside and are_losses(output)):
+            self._logits = tuple(getattr(output, "shape", ()))
             return output
         self._num_heard += 1
         return self._weighing.losses(output, **self._packs, microbatch=self._microbatch)
@@ -156,12 +160,15 @@ class _Listening:
         self._microbatch += is_last
         with replaced(self, _is_inside=is_last, _num_heard=0):
             output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
+            lacks = 0  # losses of a row's last logits, which train_rl.py drops
             if is_last and not self._num_heard:  # the model returns something else
                 packs = {**self._packs, "microbatch": self._microbatch}
-                output = self._weighing.losses(output, **packs)
+                lacks = int(self._logits[:2] == (len(output), output[0].numel() + 1))
+                heard = self._weighing.losses(pad(output, (0, lacks)), **packs)
+                output = heard[:, : heard.shape[1] - lacks] if lacks else heard
             mask = _mask_of(loss_func)
             if is_last and mask is not None and self._num_heard < 2:
-                self._weighing.has_mask(mask)
+                self._weighing.has_mask(pad(mask, (0, lacks)))
         return output, loss_func
 
 

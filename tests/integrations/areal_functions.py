@@ -18,15 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from drawn_step import Step, aliases
+from function_checks import Check, Comparison, compare
+from one_rank import one_rank
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn, aggregations, ppo_losses
-from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare, loop_not_run
-from megatron_lossagg.verify.frameworks.drawn_step import Step, aliases
-from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
 _ENGINE = "areal.engine.megatron_engine"
 _CLIP, _DUAL_CLIP = 0.2, 3.0
@@ -35,7 +35,7 @@ _ONE_MICROBATCH = ((tuple(range(12)),),)
 """Of the drawn step's data: AReaL splits it."""
 
 
-def checks(_: Aggregation) -> list[Check]:
+def checks() -> list[Check]:
     """List the checks; imports AReaL's engine."""
     import areal.engine.megatron_engine  # noqa: F401  what is missing, before the first check
 
@@ -49,7 +49,6 @@ def checks(_: Aggregation) -> list[Check]:
         if one.mode != "prompt_mean":
             run = partial(trained, one, is_sft=True)
             listed.append(Check(f"train_lm, {name}", f"{_ENGINE}.MegatronLMEngine.train_lm", run))
-    listed.append(loop_not_run("AReaL", "areal.trainer.rl_trainer.PPOTrainer.train"))
     return listed
 
 

@@ -44,13 +44,13 @@ from megatron.bridge.training.config import (
     ValidationConfig,
 )
 from megatron.bridge.training.pretrain import pretrain
+from megatron_lm_watch import own_weights_wrapped, wanted
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.frameworks.megatron_lm_rank import own_weights_wrapped, wanted
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3
 PICTURES = os.environ.get("PICTURES", "")

@@ -17,14 +17,23 @@ from fork_server import ForkServer
 from frameworks import checkout_of, needs
 from laws import Run
 
-from megatron_lossagg.verify.frameworks.megatron_lm import MOCK, OPTIONS
-
 FRAMEWORKS = Path(__file__).parent
 WORKER = FRAMEWORKS / "megatron_lm_worker.py"
 CHECKOUT = checkout_of("Megatron-LM")
 NEEDED = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
 NEEDS = needs("Megatron-LM", *NEEDED)
-COMMON = [*OPTIONS, "--num-layers", "4", "--eval-interval", "3"]
+# A small model on a CPU; the data is missing.
+COMMON = shlex.split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 "
+    "--train-iters 3 --lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 "
+    "--eval-interval 3 --log-interval 1 --transformer-impl local --distributed-backend gloo "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--untie-embeddings-and-output-weights"
+)
+# Padded to 256 at every TP: the padding is a part of the model.
+MOCK = shlex.split("--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --eod-mask-loss")
 SFT = shlex.split(
     "--sft --no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
     "--sft-tokenizer-prompt-format nemotron-h-aligned"

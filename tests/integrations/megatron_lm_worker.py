@@ -16,10 +16,11 @@ import signal
 import sys
 from pathlib import Path
 
+from megatron_lm_watch import compute_too, watch
+
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cpu import stand_ins
 from megatron_lossagg.cpu.training import install_training
-from megatron_lossagg.verify.frameworks.megatron_lm_rank import compute_too, watch
 
 KILL_AFTER = int(os.environ.get("KILL_AFTER", "-1"))
 

@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from drawn_step import Microbatch, Step
+from function_checks import Check, Comparison
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import aggregations, ppo_losses
-from megatron_lossagg.verify.frameworks.check import Check, Comparison
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step
 
 _LOSSES = "nemo_rl.algorithms.loss.loss_functions"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
@@ -30,7 +30,7 @@ _EXCLUDED = 1
 """Sequences whose ``sample_mask`` is 0, as too long ones: the step's last."""
 
 
-def checks(_: Aggregation) -> list[Check]:
+def checks() -> list[Check]:
     """List the checks; imports NeMo-RL's loss functions."""
     from nemo_rl.algorithms.loss.loss_functions import (
         ClippedPGLossConfig,

@@ -32,6 +32,7 @@ import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
+from drawn_step import Step
 from megatron.core import parallel_state
 from nemo_rl.algorithms.loss.interfaces import LossType
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
@@ -56,7 +57,6 @@ from nemo_rl_trainer import Nothing, train_data
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
 from megatron_lossagg.verify.drivers.nemo_rl import sharded, worker_module
-from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 WHAT, _, FILE, *OTHERS = sys.argv[1:]

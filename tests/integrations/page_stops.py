@@ -92,9 +92,8 @@ def _skyrl_stops(module):
     import ray
 
     def build_models(trainer, policy, *others):
+        from drawn_step import Step
         from skyrl_functions import batch, prompt_boundaries
-
-        from megatron_lossagg.verify.frameworks.drawn_step import Step
 
         step, drawn = Step(), batch(Step())
         before, bounds = drawn["advantages"].clone(), [(0, len(step.lengths))]

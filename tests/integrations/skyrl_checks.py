@@ -5,18 +5,15 @@ import importlib.metadata
 
 import pytest
 import torch
+from drawn_step import Step
 from shared import assert_same
 from skyrl_functions import ALIASES, batch, checks, prompt_boundaries, trainer
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.skyrl import _LINEAR, aggregated
-from megatron_lossagg.verify.drivers.outcome import PASS
-from megatron_lossagg.verify.drivers.runs import DEFAULT
-from megatron_lossagg.verify.frameworks.check import outcome_of
-from megatron_lossagg.verify.frameworks.drawn_step import Step
 
-CHECKS = checks(DEFAULT)  # makes SkyRL's models import on a Python before 3.12
+CHECKS = checks()  # makes SkyRL's models import on a Python before 3.12
 
 from skyrl.backends.skyrl_train.utils import ppo_utils  # noqa: E402
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig  # noqa: E402
@@ -146,9 +143,8 @@ def test_step_wise_sequences_whose_trajectories_are_lost_are_refused(monkeypatch
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_what_lossagg_verify_runs_of_skyrl_is_the_references(check):
-    outcome = outcome_of(check, framework="skyrl")
-    assert outcome.state == PASS, outcome.explanation
+def test_a_function_of_skyrl_is_the_references(check):
+    check.passes()
 
 
 @pytest.mark.parametrize("normalize", [False, True])

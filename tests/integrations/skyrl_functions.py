@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from drawn_step import Microbatch, Step, aliases
+from function_checks import Check, Comparison
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import aggregations
 from megatron_lossagg.verify.drivers.skyrl import prompt_boundaries
-from megatron_lossagg.verify.frameworks.check import Check, Comparison
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
 DIVISOR = 9.0
 """``max_seq_len`` of the drawn step."""
@@ -31,7 +31,7 @@ _TRAINER = "skyrl.train.trainer.RayPPOTrainer"
 _SFT = "skyrl.train.sft_trainer.SFTTrainer"
 
 
-def checks(_: Aggregation) -> list[Check]:
+def checks() -> list[Check]:
     """List the checks; imports SkyRL's trainer."""
     if sys.version_info < (3, 12):  # its pydantic models ask for this one there
         import typing

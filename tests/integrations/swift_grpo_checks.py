@@ -9,11 +9,11 @@ import imports_swift  # noqa: F401  first
 import pytest
 import torch
 from laws import Comparison, Laws, Tolerance, difference
+from swift_functions import taken_apart
 from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
 
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks.ms_swift import taken_apart
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from device_double import DeviceDouble
+from drawn_step import Step
 from nemo_rl_functions import compared, losses_of
 from written_frameworks import (
     ClippedPGLossFn,
@@ -26,7 +27,6 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import _announce
 from megatron_lossagg.integrations.nemo_rl import aggregated
-from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 L = 12
 SAMPLE_MEAN = Aggregation("sample_mean")

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl
+from drawn_step import Step
 from shared import assert_same
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 L = 11
 NAMES = [name.removeprefix("trl:") for name in ALIASES if name.startswith("trl:")]

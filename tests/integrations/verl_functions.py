@@ -16,14 +16,13 @@ from inspect import signature
 from typing import Any
 
 import torch
+from drawn_step import Microbatch, Step, aliases
+from function_checks import Check, Comparison
 from torch import Tensor
 
-from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.verify.frameworks.check import Check, Comparison
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
 DIVISOR = 8.0
 """``loss_scale_factor`` of the drawn step."""
@@ -32,7 +31,7 @@ _CORE = "verl.trainer.ppo.core_algos"
 _CLIP, _DUAL_CLIP = 0.2, 3.0
 
 
-def checks(_: Aggregation) -> list[Check]:
+def checks() -> list[Check]:
     """List the checks; imports verl and registers this package's losses with it."""
     import verl.workers.config  # noqa: F401  what a check imports is missing before the first one
     from verl.trainer.ppo import core_algos

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from drawn_step import Step
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.cli.explain import alias_lines, mode_lines
@@ -14,7 +15,6 @@ from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aggregation import parsed_aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 FORMULAS = {
     ("length_power", None, True): "1/(n_b^0.5 Z)",

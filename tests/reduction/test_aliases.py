@@ -6,9 +6,9 @@ of them fully masked.
 
 import pytest
 import torch
+from drawn_step import Step, aliases
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify.frameworks.drawn_step import Step, aliases
 
 LONGEST = 20.0
 

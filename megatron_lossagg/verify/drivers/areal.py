@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.drawn import Drawn, column
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, Driver
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -85,26 +85,18 @@ def trajectories(drawn: Sequence[Drawn]) -> list[dict[str, Tensor]]:
 
 def _trajectory(sequences: Sequence[Drawn]) -> dict[str, Tensor]:
     lengths = torch.tensor([len(one.tokens) for one in sequences])
-    width = int(lengths.max())
-
-    def at_logits(values: Sequence[Any]) -> Tensor:
-        """Put each response token's value where the logit is that predicts it."""
-        made = torch.zeros(len(sequences), width)
-        for row, end, given in zip(made, lengths - 1, values, strict=True):
-            row[end - len(given) : end] = torch.as_tensor(given)
-        return made
-
+    ends, width = (lengths - 1).tolist(), int(lengths.max())  # where the logits are
     tokens = torch.zeros(len(sequences), width, dtype=torch.long)
     for row, one in zip(tokens, sequences, strict=True):
         row[: len(one.tokens)] = one.tokens
-    old = at_logits([one.old_log_probs for one in sequences])
+    old = column([one.old_log_probs for one in sequences], ends, width)
     return {
         "input_ids": tokens,
         "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-        "loss_mask": at_logits([one.mask for one in sequences]),
+        "loss_mask": column([one.mask for one in sequences], ends, width),
         "logprobs": old,
         "prox_logp": old,
-        "advantages": at_logits([one.advantages for one in sequences]),
+        "advantages": column([one.advantages for one in sequences], ends, width),
         "tot_rewards": torch.zeros_like(old),
         "kl_rewards": torch.zeros_like(old),
         "rewards": torch.zeros(len(sequences)),

@@ -6,7 +6,9 @@ Samples split into several sequences, fully masked ones, and a prompt with no ac
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,3 +105,11 @@ def aggregations() -> dict[str, Aggregation]:
         and case.aggregation.mode not in ("microbatch_token_mean", "balanced")
     }
     return {**made, "token_sum": Aggregation("token_sum", divisor=3.0)}
+
+
+def column(values: Sequence[Any], ends: Sequence[int], width: int) -> Tensor:
+    """Stack values of each sequence's response, each row's before its end; zeros elsewhere."""
+    made = torch.zeros(len(ends), width)
+    for row, end, given in zip(made, ends, values, strict=True):
+        row[end - len(given) : end] = torch.as_tensor(given)
+    return made

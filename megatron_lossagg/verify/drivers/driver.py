@@ -54,6 +54,8 @@ class Driver(ABC):
     """What a sample is: each sequence (``number``), or all of a rollout (``sample``)."""
     lacks: ClassVar[frozenset[str]] = frozenset()
     """Modes that its integration refuses."""
+    dual_clip: ClassVar[float | None] = DUAL_CLIP
+    """Of its policy loss; None if it has none."""
     tolerance: ClassVar[float] = 1e-5
     """Relative, of weights and losses; frameworks count in float32."""
     float32: ClassVar[bool] = True
@@ -167,21 +169,22 @@ def reference_of(driver: Driver) -> Reference:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad():
-            found = [*_losses(reference_model(driver.parallelism.shape), driver.drawn)]
+            found = [*_losses(reference_model(driver.parallelism.shape), driver)]
     finally:
         torch.set_default_dtype(default)
     losses = {term: [list(one[term].unbind()) for one in found] for term in found[0]}
     return Reference(driver.drawn, driver.sample, losses)
 
 
-def _losses(model: Any, drawn: Sequence[Drawn]) -> Iterator[dict[str, Tensor]]:
+def _losses(model: Any, driver: Driver) -> Iterator[dict[str, Tensor]]:
     """Compute the losses of each sequence's response, by term."""
-    for one in drawn:
+    for one in driver.drawn:
         n = len(one.mask)
         logits = model(one.tokens[None], torch.arange(len(one.tokens))[None], None)[0, -n - 1 : -1]
         log_p = torch.log_softmax(logits.double(), -1)
         x = log_p.gather(1, one.tokens[-n:, None])[:, 0]
-        policy = ppo_losses(x, one.old_log_probs, one.advantages, clip=CLIP, dual_clip=DUAL_CLIP)
+        old, advantages, dual_clip = one.old_log_probs, one.advantages, driver.dual_clip
+        policy = ppo_losses(x, old, advantages, clip=CLIP, dual_clip=dual_clip)
         yield {
             "nll": -x,
             "pg": policy,

@@ -40,7 +40,8 @@ class FrameworkDriver(HookedDriver):
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
         super().__init__(parallelism, [ended(one) for one in drawn])
-        begin(parallelism, self.drawn, sft=True)
+        of_rank = len(cut(self.drawn[:: parallelism.dp]))
+        begin(parallelism, micro_batch_size=1, global_batch_size=of_rank * parallelism.dp, sft=True)
         from megatron.training.datasets import sft_dataset
 
         self.script, self.data_set = import_module("pretrain_gpt"), sft_dataset.SFTDataset
@@ -98,16 +99,15 @@ def ended(one: Drawn) -> Drawn:
     return replace(one, tokens=tokens)
 
 
-def begin(parallelism: Parallelism, drawn: Sequence[Drawn], **given: Any) -> Namespace:
-    """Give Megatron-LM its arguments: its defaults, and a step of as many sequences."""
+def begin(parallelism: Parallelism, **given: Any) -> Namespace:
+    """Give Megatron-LM its arguments: its defaults, and what is given."""
     from megatron.training import arguments, initialize
 
-    of_rank = len(cut(drawn[:: parallelism.dp]))
     options = {
         "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": _LENGTH,
-        "max_position_embeddings": _LENGTH, "micro_batch_size": 1, "lr": 1.0, "train_iters": 1,
-        "global_batch_size": of_rank * parallelism.dp, "tokenizer_type": "NullTokenizer",
-        "vocab_size": VOCABULARY, "context_parallel_size": parallelism.cp,
+        "max_position_embeddings": _LENGTH, "lr": 1.0, "train_iters": 1,
+        "tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY,
+        "context_parallel_size": parallelism.cp,
         "transformer_impl": "local", "distributed_backend": "gloo",
     }  # fmt: skip
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import Unchanging
@@ -33,7 +34,11 @@ class SwiftDriver(HookedDriver):
         super().__init__(parallelism, drawn)
         has_engine()
         module, name = self.trainer_at
-        self.kind = getattr(importlib.import_module(module), name)
+        from megatron.core.models.common.embeddings import rope_utils
+
+        own = {"_apply_rotary_pos_emb_thd": rope_utils._apply_rotary_pos_emb_thd}
+        with replaced(rope_utils, **own):  # mcore-bridge's is for models of its own
+            self.kind = getattr(importlib.import_module(module), name)
 
     def trainer(self, *, per_token: bool, **given: Any) -> Any:
         """Make the trainer without its constructor, with what that sets."""

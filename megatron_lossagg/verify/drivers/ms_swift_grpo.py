@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.drawn import Drawn, column
 from megatron_lossagg.verify.drivers.driver import CLIP, DIVISOR, DUAL_CLIP, KL
 from megatron_lossagg.verify.drivers.ms_swift import SwiftDriver, encoded, template
+from megatron_lossagg.weigh.weighing import LOSS
 
 _SIZE = 2
 """Completions of a microbatch."""
@@ -38,7 +38,7 @@ class FrameworkDriver(SwiftDriver):
         "loss_type=cispo": Aggregation("token_mean"),
         "loss_type=sapo": Aggregation("sample_mean"),
     }
-    terms: ClassVar[Mapping[str, tuple[str, float]]] = {"loss": ("pg", 1.0)}
+    terms: ClassVar[Mapping[str, tuple[str, float]]] = {LOSS: ("pg", 1.0)}
     lacks = frozenset()
 
     def logged(self, name: str) -> Mapping[str, float]:
@@ -52,10 +52,12 @@ class FrameworkDriver(SwiftDriver):
         ms_swift_grpo.install(aggregation)
 
     def listen(self, report: Any) -> ScriptWeighing:
-        """Listen in its loss."""
+        """Listen in its loss, which the integration calls by another name."""
         from megatron_lossagg.integrations import weigh_rl
 
-        return weigh_rl.install("ms-swift", steps=sys.maxsize, report=report)
+        return weigh_rl.install(
+            "ms-swift", steps=sys.maxsize, report=lambda step, number, _: report(step, number, LOSS)
+        )
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Train the completions in microbatches of equal size."""
@@ -110,18 +112,11 @@ class FrameworkDriver(SwiftDriver):
                 device=torch.device("cpu"),
                 padding_to=module.get_padding_to(trainer.args),
             )
-            shape = batch.completion_mask.shape
-            batch.advantages = at_logits([one.advantages for one in rows], rows, shape)
-            batch.old_per_token_logps = at_logits([one.old_log_probs for one in rows], rows, shape)
-            batch.ref_per_token_logps = at_logits([one.ref_log_probs for one in rows], rows, shape)
+            width = batch.completion_mask.shape[1]
+            starts = (width - batch.seq_lengths[: len(rows)]).tolist()  # sequences end rows
+            ends = [start + len(one.tokens) - 1 for start, one in zip(starts, rows, strict=True)]
+            batch.advantages = column([one.advantages for one in rows], ends, width)
+            batch.old_per_token_logps = column([one.old_log_probs for one in rows], ends, width)
+            batch.ref_per_token_logps = column([one.ref_log_probs for one in rows], ends, width)
             batch.num_items_in_batch = torch.tensor(tokens)
             yield {**inputs, "grpo_batch": batch}
-
-
-def at_logits(values: Sequence[Tensor], drawn: Sequence[Drawn], shape: Any) -> Tensor:
-    """Put each response token's value where the logit is that predicts it."""
-    made = torch.zeros(shape)
-    for row, one, given in zip(made, drawn, values, strict=True):
-        end = len(one.tokens) - 1
-        row[end - len(given) : end] = given
-    return made

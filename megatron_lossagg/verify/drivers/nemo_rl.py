@@ -15,11 +15,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.drawn import Drawn, column
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, KL, Driver
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -139,26 +138,20 @@ def data_of(drawn: Sequence[Drawn]) -> Any:
     """Return the trainer's batch; the first token of a sequence has no loss."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    lengths = torch.tensor([len(one.tokens) for one in drawn])
-    width = -(-int(lengths.max()) // 4) * 4
-
-    def column(values: Sequence[Any]) -> Tensor:
-        made = torch.zeros(len(drawn), width)
-        for row, end, given in zip(made, lengths, values, strict=True):
-            row[end - len(given) : end] = torch.as_tensor(given)
-        return made
-
-    old = column([one.old_log_probs for one in drawn])
+    ends = [len(one.tokens) for one in drawn]
+    width = -(-max(ends) // 4) * 4
+    names = ("tokens", "mask", "advantages", "old_log_probs", "ref_log_probs")
+    columns = {name: column([getattr(one, name) for one in drawn], ends, width) for name in names}
     return BatchedDataDict(
         {
-            "input_ids": column([one.tokens for one in drawn]).long(),
-            "input_lengths": lengths,
-            "token_mask": column([one.mask for one in drawn]),
+            "input_ids": columns["tokens"].long(),
+            "input_lengths": torch.tensor(ends),
+            "token_mask": columns["mask"],
             "sample_mask": torch.ones(len(drawn)),
-            "advantages": column([one.advantages for one in drawn]),
-            "prev_logprobs": old,
-            "generation_logprobs": old,
-            "reference_policy_logprobs": column([one.ref_log_probs for one in drawn]),
+            "advantages": columns["advantages"],
+            "prev_logprobs": columns["old_log_probs"],
+            "generation_logprobs": columns["old_log_probs"],
+            "reference_policy_logprobs": columns["ref_log_probs"],
         }
     )
 

@@ -87,8 +87,8 @@ def over(difference: float, size: float) -> float:
     return quotient if math.isfinite(quotient) else math.inf
 
 
-def ended_by(error: BaseException, check: str, *, framework: str, function: str = "") -> Outcome:
-    """Describe what a check raised, or, without a ``function``, what importing a framework raised.
+def ended_by(error: BaseException, framework: str) -> Outcome:
+    """Describe what importing a framework raised.
 
     Not run: :class:`NotRunError`, a missing package that is not the framework itself, and whatever
     the framework's own import raises. All else fails. If an import ends for a missing package, all
@@ -98,26 +98,22 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
     missing, own = not_found(error), own_package(framework)
     is_of_others = missing is not None and not f"{missing}.".startswith(f"{own}.")
-    is_elsewhere = isinstance(error, NotRunError) or is_of_others
-    names = []
-    if is_elsewhere and not function:
+    names, state = [], NOT_RUN
+    if isinstance(error, NotRunError) or is_of_others:
         names = missing_modules(FRAMEWORKS[framework].imports, own=own)
-    state: State = NOT_RUN
     if names:
         text = f"got no {', '.join(names)}: {install_line(names)}, or run where {framework} trains"
     elif isinstance(error, NotRunError):
         text = str(error)
-    elif is_elsewhere and missing:
-        text += f": {install_line([missing])}, or run where {framework} trains"
-    elif is_elsewhere:
-        text += f". Run where {framework} trains"
-    elif not function and not _is_raised_here(error):
+    elif is_of_others:
+        install = f": {install_line([missing])}, or run" if missing else ". Run"
+        text += f"{install} where {framework} trains"
+    elif not _is_raised_here(error):
         text += f". Run where python can import {framework}"
     else:
-        expected = "a loss" if function else "what the integration uses"
-        got = f"{function} raised" if function else "got"
-        state, text = FAIL, f"{got} {text}, expected {expected}. {release(framework)}"
-    return Outcome(check=check, function=function, state=state, explanation=text)
+        state, text = FAIL, f"got {text}, expected what the integration uses. {release(framework)}"
+    name = f"import of {framework}"
+    return Outcome(check=name, function="", state=state, explanation=text)
 
 
 def _is_raised_here(error: BaseException) -> bool:

@@ -1,7 +1,6 @@
 """Runs a framework's driver, in processes of their own.
 
-Importing a framework may be slow, may fail, and may end the process. A framework without a driver
-has checks of its functions (``verify/frameworks``).
+Importing a framework may be slow, may fail, and may end the process.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import ContractError, ProofError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers import placeholders
 from megatron_lossagg.verify.drivers.outcome import (
@@ -39,48 +37,20 @@ if TYPE_CHECKING:
 
 TIMEOUT = 600.0
 """Seconds that a driver may take, imports included."""
-DEFAULT = Aggregation("sample_mean")
-"""What the checks of a framework without a driver train, if no aggregation is configured."""
 ALL = "all"
 """All settings of a framework's own."""
+_SEQUENCES = 12
+"""Of the drawn batch."""
 
 
-@dataclass(frozen=True)
-class CheckJob:
-    """The checks of a framework that has no driver, in a process that is no rank."""
-
-    framework: str
-    aggregation: Aggregation
-
-    def run(self) -> Iterator[Event]:
-        """Run the checks in this process; yield each outcome as it is known."""
-        from megatron_lossagg.verify.frameworks.check import outcome_of as outcome_of_check
-
-        listing = f"import of {self.framework}"
-        needs = FRAMEWORKS[self.framework].needs_transformer_engine
-        if needs and find_spec("transformer_engine") is None:
-            reason = (
-                f"{self.framework} imports Transformer Engine, which is not here and needs CUDA: "
-                f"run where {self.framework} trains"
-            )
-            outcome = Outcome(check=listing, function="", state=NOT_RUN, explanation=reason)
-            yield {"outcome": asdict(outcome)}
-            return
-        try:
-            checks = checks_of(self.framework, self.aggregation)
-        except (Exception, SystemExit) as error:
-            yield {"outcome": asdict(ended_by(error, listing, framework=self.framework))}
-            return
-        for check in checks:
-            yield {"outcome": asdict(outcome_of_check(check, framework=self.framework))}
-
-
-def checks_of(framework: str, aggregation: Aggregation = DEFAULT) -> list[Any]:
-    """List the checks of a framework without a driver; imports the framework."""
-    name = framework.replace("-", "_")
-    module = import_module(f"megatron_lossagg.verify.frameworks.{name}")
-    checks: list[Any] = module.checks(aggregation)
-    return checks
+def layout_of(dp: int = 2, cp: int = 1) -> Parallelism:
+    """Return the layout of a driver; raises :class:`ProofError` if it cannot be one."""
+    if dp < 1 or cp < 1 or _SEQUENCES % dp:
+        raise ProofError(
+            f"got --dp {dp} --cp {cp} with --framework, expected at least 1, and a --dp that "
+            f"divides the {_SEQUENCES} drawn sequences"
+        )
+    return Parallelism(dp=dp, cp=cp, float32=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +78,7 @@ class DriverJob:
             driver = driver_of(self.framework)(self.parallelism, drawn)
             steps = [*self._trained(driver)]
         except (Exception, SystemExit) as error:
-            outcome = ended_by(error, f"import of {self.framework}", framework=self.framework)
-            yield {"outcome": asdict(outcome)}
+            yield {"outcome": asdict(ended_by(error, self.framework))}
             return
         yield {"imported": self.framework}
         prepared = [(trained, driver.prepare(trained)) for trained in steps]
@@ -249,7 +218,7 @@ def _by_hand(
 
 
 def run_job(
-    job: DriverJob | CheckJob,
+    job: DriverJob,
     *,
     timeout: float = TIMEOUT,
     take: Callable[[Event], None] = lambda event: None,
@@ -269,10 +238,9 @@ def run_job(
         elif "trained" in found:
             take(found)
 
-    processes = job.parallelism.world_size if isinstance(job, DriverJob) else None
     reason = ""
     try:
-        done = launched(job, event, processes=processes, timeout=timeout)
+        done = launched(job, event, processes=job.parallelism.world_size, timeout=timeout)
     except subprocess.TimeoutExpired:
         reason = f"it did not end within {timeout:g} s: give it more by --timeout"
     else:
@@ -281,7 +249,7 @@ def run_job(
             reason += "" if began else f"\nImport {job.framework} by itself"
     if reason:
         begins = "the steps that follow" if began else f"import of {job.framework}"
-        state = FAIL if began and isinstance(job, DriverJob) else NOT_RUN
+        state = FAIL if began else NOT_RUN
         report(Outcome(check=begins, function="", state=state, explanation=reason))
 
 
@@ -289,10 +257,11 @@ def run_framework(
     framework: str,
     aggregation: Aggregation | None = None,
     *,
+    layout: Parallelism | None = None,
     timeout: float = TIMEOUT,
     report: Callable[[dict[str, Any]], None] = lambda outcome: None,
 ) -> dict[str, Any]:
-    """Train a mode, or each, by a framework's driver, or run its checks.
+    """Train a mode, or each, by a framework's driver; ``layout``: by default DP 2.
 
     Returns the verification's part about it. ::
 
@@ -307,15 +276,13 @@ def run_framework(
         outcomes.append(asdict(outcome))
         report(outcomes[-1])
 
-    job: DriverJob | CheckJob = CheckJob(framework, aggregation or DEFAULT)
-    if FRAMEWORKS[framework].has_driver:
-        job = DriverJob(
-            framework=framework,
-            parallelism=Parallelism(dp=2, float32=True),
-            setting=None,
-            aggregations=None if aggregation is None else [aggregation],
-            edges=True,
-        )
+    job = DriverJob(
+        framework=framework,
+        parallelism=layout or layout_of(),
+        setting=None,
+        aggregations=None if aggregation is None else [aggregation],
+        edges=True,
+    )
     run_job(
         job,
         timeout=timeout,

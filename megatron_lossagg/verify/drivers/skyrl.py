@@ -16,13 +16,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.integrations._weigh_switch import WEIGH
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.drawn import Drawn, column
 from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Driver
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
@@ -132,14 +131,6 @@ def _in_vocabulary(randint: Any) -> Any:
     return lambda low, high, *size, **given: randint(low, min(high, VOCABULARY), *size, **given)
 
 
-def right_aligned(values: Sequence[Any], width: int) -> Tensor:
-    """Stack per-token values as SkyRL does: responses end where the sequence ends."""
-    made = torch.zeros(len(values), width)
-    for sequence, value in zip(made, values, strict=True):
-        sequence[width - len(value) :] = torch.as_tensor(value)
-    return made
-
-
 def prompt_boundaries(prompts: Sequence[Any]) -> list[tuple[int, int]]:
     """Write contiguous prompts as SkyRL's pairs of first sequence and end."""
     bounds, start = [], 0
@@ -165,16 +156,20 @@ def batch_of(drawn: Sequence[Drawn]) -> Any:
         padding, prompts, responses, rewards, masks
     )
     sequences, attention_mask, response_mask, _, loss_mask, *_ = converted
-    width = loss_mask.shape[1]
+    width, names = loss_mask.shape[1], ("advantages", "old_log_probs", "ref_log_probs")
+    columns = {
+        name: column([getattr(one, name) for one in drawn], [width] * len(drawn), width)
+        for name in names
+    }
     batch = TrainingInputBatch(
         {
             "sequences": sequences,
             "attention_mask": attention_mask,
             "response_mask": response_mask,
             "loss_mask": loss_mask,
-            "advantages": right_aligned([one.advantages for one in drawn], width),
-            "action_log_probs": right_aligned([one.old_log_probs for one in drawn], width),
-            "base_action_log_probs": right_aligned([one.ref_log_probs for one in drawn], width),
+            "advantages": columns["advantages"],
+            "action_log_probs": columns["old_log_probs"],
+            "base_action_log_probs": columns["ref_log_probs"],
         }
     )
     uids = [f"p{one.prompt}" for one in drawn]

@@ -31,10 +31,6 @@ class Framework:
     """Modules of its own that load models, or of a newer Megatron-Core: placeholders, always."""
     is_hooked: bool = False
     """Whether its integration is around Megatron's schedule: verified by ``--hooked`` too."""
-    has_driver: bool = True
-    """Whether ``drivers/`` has it; if not, ``frameworks/`` has checks of its functions."""
-    needs_transformer_engine: bool = False
-    """Whether its checks import Transformer Engine, which a machine without CUDA cannot."""
 
 
 _SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
@@ -53,6 +49,13 @@ FRAMEWORKS: dict[str, Framework] = {
         package="megatron.training",
         imports=("megatron.training",),
         written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
+        is_hooked=True,
+    ),
+    "megatron-rl": Framework(
+        package="megatron.rl",
+        imports=("megatron.training", "train_rl"),
+        written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
+        unused=("httpx", "fastapi", "uvicorn", "wandb"),
         is_hooked=True,
     ),
     "bridge": Framework(

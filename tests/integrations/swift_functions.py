@@ -1,8 +1,7 @@
-"""ms-swift: the losses of its Megatron trainers for SFT and GRPO, and the hook of the integrations.
+"""The loss of ms-swift's Megatron trainer for GRPO by itself, in a process group of one.
 
-``loss_func`` of both trainers is taken apart by its integration, whose counts weigh the step.
-``MegatronGRPOTrainer.loss_func`` is run as it is too: its names are aliases. Megatron averages what
-it returns over microbatches and data-parallel ranks. All run in a process group of one.
+Run as it is, its names are aliases: Megatron averages what it returns over microbatches and
+data-parallel ranks. Taken apart by the integration, whose counts weigh the step.
 """
 
 from __future__ import annotations
@@ -15,99 +14,30 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from drawn_step import Microbatch, Step, aliases
+from function_checks import Check, Comparison
+from one_rank import one_rank
 from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.verify.drivers.drawn import aggregations
-from megatron_lossagg.verify.frameworks.check import (
-    HOOK,
-    Check,
-    Comparison,
-    check_hooked,
-    loop_not_run,
-)
-from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
-from megatron_lossagg.verify.frameworks.one_rank import one_rank
 
-_BASE = "swift.megatron.trainers.base"
-_SFT = "swift.megatron.trainers.trainer.MegatronTrainer"
 _GRPO = "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
-_IGNORED, _LENGTH, _TAU, _CLIP = -100, 11, 1.05, 0.2
+_LENGTH, _TAU, _CLIP = 11, 1.05, 0.2
 
 ALIASED = aliases("ms-swift", divisor=_LENGTH)
 """The aggregation of each ``loss_type``."""
 
 
-def checks(aggregation: Aggregation) -> list[Check]:
-    """List the checks; imports ms-swift's trainer for SFT, and each check of GRPO imports that."""
-    import swift.megatron.trainers.trainer  # noqa: F401  what is missing, before the first check
-
-    hooked = f"base is hooked, {aggregation.mode}"
-    listed = [Check(hooked, f"{_BASE}.{HOOK}", partial(_bound, aggregation))]
-    for name, one in aggregations().items():
-        if one.mode != "prompt_mean":
-            listed.append(Check(f"sft, {name}", f"{_SFT}.loss_func", partial(_sft, one)))
-    dft = partial(_sft, Aggregation("sample_mean"), is_dft=True)
-    listed.append(Check("sft, enable_dft_loss", f"{_SFT}.loss_func", dft))
-    function = f"{_GRPO}.loss_func"
-    for name, one in aggregations().items():
-        listed.append(Check(f"grpo, {name}", function, partial(taken_apart, one, "grpo")))
+def checks() -> list[Check]:
+    """List a check of each ``loss_type``, as it is and taken apart."""
+    function, listed = f"{_GRPO}.loss_func", []
     for loss_type in ALIASED:
         run = partial(taken_apart, Aggregation("sample_mean"), loss_type)
         listed.append(Check(f"grpo, {loss_type}", function, run))
         listed.append(Check(f"ms-swift:{loss_type}", function, partial(_grpo, loss_type)))
-    listed.append(loop_not_run("ms-swift", f"{_SFT}.train"))
     return listed
-
-
-def _bound(aggregation: Aggregation) -> None:
-    from swift.megatron.trainers import base
-
-    from megatron_lossagg.integrations.ms_swift import install
-
-    check_hooked(base, partial(install, aggregation))
-
-
-def _sft(aggregation: Aggregation, *, is_dft: bool = False) -> Comparison:
-    """Weigh what the integration takes out of the trainer's loss, over the step.
-
-    ``is_dft``: each token's loss is multiplied by its probability, a constant.
-    """
-    from swift.megatron.trainers.trainer import MegatronTrainer
-
-    from megatron_lossagg.integrations.ms_swift import SwiftIntegration
-
-    trainer: Any = object.__new__(MegatronTrainer)
-    trainer.args = SimpleNamespace(
-        task_type="causal_lm",
-        enable_dft_loss=is_dft,
-        enable_channel_loss=False,
-        padding_free=False,
-        context_parallel_size=1,
-    )
-    integration, step = SwiftIntegration(), Step()
-    call = {"forward_step_func": trainer.forward_step, "model": SimpleNamespace(config=None)}
-    integration.applies(call)
-    labels = [torch.where(mb.mask, 1, _IGNORED) for mb in step.microbatches]
-    # As the collator has them: a label at its own token, one after the logit.
-    given = [integration.sequences({"labels": one.roll(1, -1)}) for one in labels]
-    plan = plan_step(aggregation, _counted(given))
-    scales = [torch.rand(one.shape, generator=torch.Generator().manual_seed(3)) for one in labels]
-    total: Any = 0
-    for mb, label, scale, counted in zip(step.microbatches, labels, scales, given, strict=True):
-        loss_func = partial(trainer.loss_func, labels=label, loss_scale=scale)
-        framework = integration.loss(loss_func, mb.log_probs)
-        layout = Layout.local(np.asarray(counted.lengths), cp_size=1, cp_rank=0)
-        total = total + plan.reducer(list(mb.sequences), framework.mask, layout)(framework.losses)
-    plan.check()
-    losses = [mb.log_probs * x for mb, x in zip(step.microbatches, scales, strict=True)]
-    if is_dft:
-        losses = [x * (-mb.log_probs.detach()).exp()
-                  for mb, x in zip(step.microbatches, losses, strict=True)]  # fmt: skip
-    return step.compared(total, aggregation, losses)
 
 
 def _counted(given: Iterable[Sequences], *, prompts: Sequence[int] | None = None) -> Sequences:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from function_checks import Comparison, compare
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -20,7 +21,6 @@ from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.drivers.drawn import draw, ppo_losses
-from megatron_lossagg.verify.frameworks.check import Comparison, compare
 
 _RANKS = (((4, 5, 6), (7, 8, 9)), ((10, 11, 0), (1, 2, 3)))
 """Drawn sequences per data-parallel rank and microbatch: prompts go over both."""

@@ -1,67 +1,26 @@
-"""A rank of the user's own ``pretrain_gpt.py`` as ``lossagg run --cpu`` runs it, watched.
+"""Watches a script of Megatron-LM in this process, and computes its steps by the reference.
 
-Its events: one per training step, ``{"step": losses by name, "grad_norm"}``, and one per
-evaluation, ``{"evaluate": losses by name}``. On one process each step is computed by the reference
-too, ``{"wanted", "grad_norm", "sequences"}``, and each evaluation as one step of all that it reads:
-``{"of_evaluation"}``. Weights do not depend on the layout.
+Events: one per training step, ``{"step": losses by name, "grad_norm"}``, and one per evaluation,
+``{"evaluate": losses by name}``; of :func:`compute_too`, on one process, ``{"wanted", "grad_norm",
+"sequences"}`` per step, and ``{"of_evaluation"}``, all that it reads as one step. Weights do not
+depend on the layout.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.cpu.training import install_training
-from megatron_lossagg.integrations._script import run_hooked, run_stock
-from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.job import Event
 
 _Write = Callable[[Event], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptJob:
-    """A run of the script: what :func:`~megatron_lossagg.verify.job.launched` runs."""
-
-    script: Path
-    arguments: Sequence[str]
-    aggregation: Aggregation | None
-    """None to run the script stock."""
-    with_reference: bool
-    """Whether to compute each step by the reference too."""
-
-    def run(self) -> Iterator[Event]:
-        """Run the script on this rank; yield its events after its end."""
-        sys.path.insert(0, str(self.script.resolve().parent))
-        sys.argv = [str(self.script), *self.arguments]
-        install_training()
-        from megatron.training import training
-
-        events: list[Event] = []
-        watch(training, events.append)
-        one = self.aggregation
-        if one is None:
-            status = run_stock(self.script, on_cpu=True)
-        else:
-            if self.with_reference:
-                keywords = {"mode": one.mode, **reference_options(one, [])}
-                compute_too(training, events.append, keywords)
-            status = run_hooked(self.script, one, options=Options(), on_cpu=True)
-        if status:
-            sys.exit(status)
-        yield from events
 
 
 def watch(training: Any, write: _Write) -> None:
