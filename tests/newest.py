@@ -108,6 +108,9 @@ NEWEST = {
         packages=("mcore_adapter",),
         source="mcore_adapter/src",
     ),
+    "roll-rlvr": Newest(
+        url="https://github.com/alibaba/ROLL.git", folder="ROLL", packages=("roll",)
+    ),
     "llama-factory": Newest(
         url="https://github.com/hiyouga/LLaMA-Factory.git",
         folder="LLaMA-Factory",

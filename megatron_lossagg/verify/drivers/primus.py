@@ -17,7 +17,7 @@ from megatron_lossagg.integrations._rebind import HOOK
 from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
-from megatron_lossagg.verify.drivers.hooked import HookedDriver
+from megatron_lossagg.verify.drivers.hooked import HookedDriver, cut
 from megatron_lossagg.verify.drivers.megatron_lm import begin, train_step
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -44,7 +44,10 @@ class FrameworkDriver(HookedDriver):
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
         super().__init__(parallelism, drawn)
-        self.args = begin(parallelism, drawn)
+        of_rank = len(cut(drawn[:: parallelism.dp]))
+        self.args = begin(
+            parallelism, micro_batch_size=1, global_batch_size=of_rank * parallelism.dp
+        )
         self.trainers = {
             kind: getattr(import_module(f"{_BACKEND}.{module}"), name)
             for kind, (module, name) in _TRAINERS.items()
