@@ -54,7 +54,9 @@ def test_the_names_are_those_that_are_imported_or_written_but_not_told_about():
 
 def test_every_framework_that_verify_runs_is_tried():
     tried = tuple(f"{name}." for one in newest.NEWEST.values() for name in one.packages)
-    assert [name for name, one in FRAMEWORKS.items() if not f"{one.package}.".startswith(tried)] == []
+    assert [
+        name for name, one in FRAMEWORKS.items() if not f"{one.package}.".startswith(tried)
+    ] == []
     assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.POLICY_LOSS_REGISTRY"}
     assert newest.names_of(("areal",)) >= {"areal.engine.megatron_engine"}
 

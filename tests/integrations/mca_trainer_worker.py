@@ -10,24 +10,22 @@ import functools
 import itertools
 import json
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from mcore_adapter.models import model_factory
 from mcore_adapter.trainer import DPOTrainer, McaTrainer
 from mcore_adapter.trainer import trainer as module
 from megatron.core import parallel_state as mpu
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
-from megatron_lossagg.cpu.training import _indices
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import mcore_adapter
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.verify.drivers import llama_factory
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 WIDTH, BATCH, MICROBATCHES = 16, 2, 4
@@ -37,40 +35,7 @@ PACKED = [(4, 12), (8,), (8, 4), (16,), (4, 4, 8), (12,), (12, 4), (4,)]
 STOCK = module.get_forward_backward_func
 
 
-class Pinless:
-    """torch, whose tensors are not pinned."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def tensor(self, *arguments, pin_memory=False, **options):
-        """Make a tensor."""
-        return torch.tensor(*arguments, **options)
-
-
-def summed(tensor, group=None, op=dist.ReduceOp.SUM):
-    """Reduce as mcore_adapter's function; the average by a sum."""
-    if isinstance(tensor, dict):
-        return {name: summed(one, group, op) for name, one in sorted(tensor.items())}
-    tensor = torch.atleast_1d(tensor).contiguous()
-    dist.all_reduce(tensor, group=group)
-    return tensor / dist.get_world_size(group) if op == dist.ReduceOp.AVG else tensor
-
-
-sys.modules["transformer_engine"] = SimpleNamespace()
-sys.modules["transformer_engine_torch"] = SimpleNamespace(thd_get_partitioned_indices=_indices)
-model_factory.torch = Pinless()
-module.distributed_reduce = summed
-
-
-class Models(model_factory.VirtualModels):
-    """mcore_adapter's list of chunks, of one that is Megatron-Core's."""
-
-    def __init__(self, model):
-        self.models, self.config = [model], model.config
-        model.main_input_name = "input_ids"
-        cut = model_factory.PretrainedModel.get_batch_on_this_cp_rank
-        model.get_batch_on_this_cp_rank = types.MethodType(cut, model)
+llama_factory.use_cpu()
 
 
 def conversations():
@@ -130,38 +95,23 @@ def by_hand(model, entries):
 
 def trainer_of(kind, chunk, *, is_packed, per_token):
     """Make a trainer without its constructor, with what that sets."""
-    trainer = object.__new__(kind)
     logged = []
-    size = MICROBATCHES // mpu.get_data_parallel_world_size()
-    options = {"calculate_per_token_loss": per_token, "sequence_packing": is_packed}
+    trainer = llama_factory.trainer_of(
+        kind,
+        chunk,
+        batches=[{"labels": [None] * BATCH}] * (MICROBATCHES // mpu.get_data_parallel_world_size()),
+        calculate_per_token_loss=per_token,
+        sequence_packing=is_packed,
+    )
     vars(trainer).update(
-        args=SimpleNamespace(
-            gradient_accumulation_steps=size,
-            per_device_train_batch_size=BATCH,
-            per_device_eval_batch_size=BATCH,
-            device=torch.device("cpu"),
-            prediction_loss_only=True,
-            overlap_param_gather=False,
-            use_distributed_optimizer=False,
-            **options,
-        ),
-        model=Models(chunk.module),
-        model_impl="transformer_engine",
-        models_wrapped=[chunk],
-        forward_backward_func=module.get_forward_backward_func(),
-        optimizer=SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 1.0, 0)),
-        lr_scheduler=SimpleNamespace(step=lambda: None),
         control=SimpleNamespace(should_evaluate=False, should_save=False, should_log=True),
-        state=SimpleNamespace(global_step=0),
         logged=logged,
         log=logged.append,
         store_flos=lambda: None,
         _get_learning_rate=lambda: 0.0,
-        _pad_batched_inputs=lambda inputs, length: inputs,
         _globalstep_last_logged=0,
         _total_loss_scalar=0.0,
     )
-    chunk.module.config.num_moe_experts = chunk.module.config.mtp_num_layers = None
     return trainer
 
 

@@ -7,22 +7,24 @@ trainer's constructor, which reads a model of Hugging Face's, and its optimizer.
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.cpu.training import _indices
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.drawn import Drawn
 from megatron_lossagg.verify.drivers.driver import Unchanging
-from megatron_lossagg.verify.drivers.hooked import HookedDriver
+from megatron_lossagg.verify.drivers.hooked import HookedDriver, cut
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 
-_PER_TOKEN = "calculate_per_token_loss=True"
+_PER_TOKEN, _PACKS = "calculate_per_token_loss=True", "neat_packing=True"
 _WIDTH, _IGNORED = 64, -100
 
 
@@ -34,6 +36,8 @@ class FrameworkDriver(HookedDriver):
     settings: ClassVar[Mapping[str, Aggregation]] = {
         "the default": Aggregation("token_mean"),
         _PER_TOKEN: Aggregation("token_mean"),
+        _PACKS: Aggregation("token_mean"),
+        f"{_PACKS}, {_PER_TOKEN}": Aggregation("token_mean"),
     }
 
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
@@ -49,38 +53,46 @@ class FrameworkDriver(HookedDriver):
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Run the trainer's step; it takes the schedule when it is constructed."""
-        from megatron.core import parallel_state
-
-        dp, rank = self.parallelism.dp, parallel_state.get_data_parallel_rank()
-        batches = [*collated(self.workflow, self.drawn[rank::dp])]
-        per_token = trained == _PER_TOKEN
+        own = trained if isinstance(trained, str) else ""
+        per_token, packs = _PER_TOKEN in own, _PACKS in own
+        batches = [*self._batches(packs=packs)]
         with self.trained_by(trained):
             trainer = trainer_of(
                 self.workflow.CustomMcaTrainer,
                 self.chunks[per_token],
                 batches=batches,
                 calculate_per_token_loss=per_token,
+                sequence_packing=packs,
             )
             _, metrics, *_ = trainer.training_step(trainer.models_wrapped, iter(batches), _WIDTH)
         return {"loss": float(trainer.gather_metrics(metrics)["loss"])}
 
+    def _batches(self, *, packs: bool) -> Iterator[dict[str, Any]]:
+        """Collate sequences two by two, or packs of unequal sizes, as ``run_sft`` does."""
+        from megatron.core import parallel_state
 
-def collated(workflow: Any, drawn: Sequence[Drawn]) -> Iterator[dict[str, Any]]:
-    """Collate sequences two by two, as ``run_sft`` does."""
-    collator = collator_of(workflow)
-    size = 1 + (len(drawn) % 2 == 0)
-    for start in range(0, len(drawn), size):
-        features = []
-        for one in drawn[start : start + size]:
-            mask = torch.tensor([0] * (len(one.tokens) - len(one.mask)) + one.mask)
-            features.append(
-                {
-                    "input_ids": one.tokens.tolist(),
-                    "labels": one.tokens.where(mask == 1, _IGNORED).tolist(),
-                    "attention_mask": [1] * len(one.tokens),
-                }
-            )
-        yield dict(collator(features))
+        own = self.drawn[parallel_state.get_data_parallel_rank() :: self.parallelism.dp]
+        collator, size = collator_of(self.workflow), 1 + (len(own) % 2 == 0)
+        for pack in cut(own) if packs else []:
+            one = entry(pack, multiple=2 * self.parallelism.cp)
+            for name, padding in (("input_ids", 0), ("labels", _IGNORED), ("attention_mask", 0)):
+                one[name].append(padding)  # to the cutoff length
+            yield dict(collator([one]))
+        for start in range(0, 0 if packs else len(own), size):
+            yield dict(collator([entry([one]) for one in own[start : start + size]]))
+
+
+def entry(drawn: Sequence[Drawn], *, multiple: int = 1) -> dict[str, list[int]]:
+    """Write conversations as ``neat_packing`` does: numbered in ``attention_mask`` from 1."""
+    made: dict[str, list[int]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for number, one in enumerate(drawn, 1):
+        tokens, padding = one.tokens.tolist(), -len(one.tokens) % multiple
+        mask = [0] * (len(tokens) - len(one.mask)) + one.mask
+        labels = [t if m else _IGNORED for t, m in zip(tokens, mask, strict=True)]
+        made["input_ids"] += tokens + [0] * padding
+        made["labels"] += labels + [_IGNORED] * padding
+        made["attention_mask"] += [number] * (len(tokens) + padding)
+    return made
 
 
 def collator_of(workflow: Any, *, padding: int = VOCABULARY - 1) -> Any:
@@ -131,6 +143,9 @@ def use_cpu() -> None:
     factory: Any = importlib.import_module("mcore_adapter.models.model_factory")
     trainer: Any = importlib.import_module("mcore_adapter.trainer.trainer")
     factory.torch, trainer.distributed_reduce = _Pinless(), _reduced
+    engine = SimpleNamespace(thd_get_partitioned_indices=_indices)
+    sys.modules.setdefault("transformer_engine", cast(Any, SimpleNamespace()))
+    sys.modules.setdefault("transformer_engine_torch", cast(Any, engine))
 
 
 def trainer_of(kind: Any, chunk: Any, *, batches: Sequence[Any], **options: Any) -> Any:
