@@ -33,11 +33,12 @@ def trained(term: dict[str, Any], wanted: str) -> str:
         return wanted
     low, high = term["relative"] or (float("nan"), float("nan"))
     if high - low < _NEAR * abs(high):
-        return f"{high:.4g} times {wanted}"
+        return f"**{high:.4g} times {wanted}**"
     weighed = term["weighed"]
-    factor = (weighed["factor"] or float("nan")) / term["coefficient"]
-    if abs(factor - 1) < _NEAR:
-        return f"**{weighed['nearest']}**"
+    if weighed["factor"] is not None:
+        factor = weighed["factor"] / term["coefficient"]
+        times = "" if abs(factor - 1) < _NEAR else f"{factor:.4g} times "
+        return f"**{times}{weighed['nearest']}**"
     return f"**{low:.3g} to {high:.3g} times its weights**; {'; '.join(weighed['causes'])}"
 
 

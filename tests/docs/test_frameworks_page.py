@@ -14,8 +14,9 @@ def term(low, high, *, error, factor=None, nearest="token_mean", causes=()):
     ("of", "said"),
     [
         (term(1.0, 1.0, error=1e-8, factor=0.31), "sample_mean"),
-        (term(1.03, 1.03, error=0.03, factor=0.3193), "1.03 times sample_mean"),
+        (term(1.03, 1.03, error=0.03, factor=0.3193), "**1.03 times sample_mean**"),
         (term(0.5, 2.0, error=1.0, factor=0.31), "**token_mean**"),
+        (term(0.25, 1.0, error=1.0, factor=0.155), "**0.5 times token_mean**"),
         (
             term(0.5, 2.0, error=1.0, causes=["a mean of means"]),
             "**0.5 to 2 times its weights**; a mean of means",

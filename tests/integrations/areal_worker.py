@@ -35,7 +35,7 @@ import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec, PPOActorConfig, TrainEngineConfig
 from areal.engine import megatron_engine
 from areal.infra.controller.train_controller import _dispatch_tensors
-from areal.utils import logging, stats_tracker
+from areal.utils import stats_tracker
 from megatron.core import parallel_state
 from ranks import of_ranks
 from torch.distributed.nn import functional
@@ -43,6 +43,7 @@ from torch.distributed.nn import functional
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import areal, weigh_rl
+from megatron_lossagg.verify.drivers.areal import around, reduce_scattered
 
 REFERENCE, *SIZES, BOUND = sys.argv[2:7]
 CASES, BOUND = sys.argv[7:], float(BOUND)
@@ -107,19 +108,8 @@ def engine_of(terms, batching, how, chunk, after_step):
         config = PPOActorConfig(mb_spec=spec, ppo_n_minibatches=1 + (how == "steps"))
         config.eps_clip, config.c_clip = framework_step.CLIP, framework_step.DUAL_CLIP
         config.m2_threshold = M2 if how == "m2po" else None
-    engine = cls(config)
-    engine.model, engine.device = megatron_engine._MegatronModelList([chunk]), "cpu"
-    engine.parallel_strategy = SimpleNamespace(
-        tensor_parallel_size=TP, pipeline_parallel_size=PP, context_parallel_size=CP
-    )
-    engine.process_group_initialized = True
-    engine.logger = logging.getLogger("areal_worker")
-    engine.optimizer = SimpleNamespace(
-        zero_grad=lambda: None,
-        step=lambda: after_step(engine) or (True, 1.0, None),
-        param_groups=[{"lr": 0.0}],
-        get_loss_scale=lambda: torch.ones(()),
-    )
+    engine = around(cls(config), chunk)
+    engine.optimizer.step = lambda: after_step(engine) or (True, 1.0, None)
     return engine
 
 
@@ -212,13 +202,6 @@ def error_of(named, chunks, saved, first):
     if how == "m2po":
         return difference(chunk, first)
     return framework_step.worst_error(chunk, grads, DP * CP if how == "per_token" else 1.0)
-
-
-def reduce_scattered(ctx, *grads):
-    """Sum over ranks as NCCL's reduce-scatter does: torch's own way on gloo needs global ranks."""
-    summed = torch.stack(grads)
-    dist.all_reduce(summed, group=ctx.group)
-    return None, summed[dist.get_rank(ctx.group)]
 
 
 def check_that_the_variable_weighs(chunk):

@@ -24,7 +24,6 @@ import contextlib
 import io
 import pickle
 import sys
-from types import SimpleNamespace
 
 import framework_step
 import imports_nemo_rl  # noqa: F401  first
@@ -56,6 +55,7 @@ from nemo_rl_trainer import Nothing, train_data
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.verify.drivers import nemo_rl as driver
 from megatron_lossagg.verify.drivers.nemo_rl import sharded, worker_module
 from megatron_lossagg.verify.step_data import VOCABULARY
 
@@ -153,18 +153,8 @@ def worker_of(kind, data, how, size, chunk, steps):
     ddp = policy_config["megatron_cfg"]["distributed_data_parallel_config"]
     ddp["overlap_grad_reduce"] = False  # as this model is wrapped
     shards = sharded(BatchedDataDict(data), policy_config, dp_size, SEQUENCES_PER_STEP)
-    worker = object.__new__(kind)
     optimizer = Recorder(chunk, steps)
-    vars(worker).update(
-        cfg=policy_config, dp_size=dp_size, model=chunk, optimizer=optimizer,
-        scheduler=Nothing(), timer=Nothing(), dtype=torch.float64, draft_model=None,
-        sampling_params=None, media_placeholder_token_id=None, defer_fp32_logits=False,
-        mcore_state=SimpleNamespace(straggler_timer=None), delegate_pack_to_model=False,
-        delegate_mtp_loss_mask_to_model=False, model_slices_context_parallel_inputs=False,
-        _router_replay_enabled=False, _first_train_step_forward_pre_hook_disabled=False,
-        should_disable_forward_pre_hook=False, _policy_like_cfg=policy_config,
-        rank=dist.get_rank(), megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
-    )  # fmt: skip
+    worker = driver.worker_of(kind, chunk, policy_config, optimizer)
     return worker, shards[parallel_state.get_data_parallel_rank()], optimizer
 
 

@@ -19,10 +19,8 @@ It prints the largest relative error of a gradient; metrics are checked to BOUND
 bins is weighed: the policy loss, SFT's, and without a patch KL and, of padded sequences, entropy.
 """
 
-import importlib
 import os
 import sys
-import typing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,16 +35,15 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
 
 import stand_ins  # noqa: E402
 import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run on a CPU
-import typing_extensions  # noqa: E402
+
+from megatron_lossagg.verify.drivers import placeholders  # noqa: E402
+from megatron_lossagg.verify.drivers import skyrl as skyrl_driver  # noqa: E402
 
 stand_ins.install(
     stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER
 )
-typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
-
-# SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: here they have it already.
-adapters = importlib.import_module("megatron.bridge.peft.utils")
-adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+placeholders.older_python()
+skyrl_driver.use_cpu()
 
 import framework_step  # noqa: E402
 import pytest  # noqa: E402
@@ -54,10 +51,7 @@ import skyrl_functions as frameworks  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import finalize_model_grads  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from skyrl.backends.skyrl_train.distributed import dispatch  # noqa: E402
-from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils  # noqa: E402
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
 from skyrl.backends.skyrl_train.workers.megatron import (  # noqa: E402
     megatron_model_wrapper,
@@ -80,19 +74,7 @@ from megatron_lossagg.weigh import told  # noqa: E402
 
 MegatronModelWrapper = megatron_model_wrapper.MegatronModelWrapper
 assert megatron_worker.__file__.startswith(CHECKOUT)
-dispatch.ray.put = lambda chunk: chunk
-OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
-if hasattr(megatron_model_wrapper, OF_BRIDGE):  # 0.4.0: Megatron-Core's, and LoRA of experts
-    setattr(megatron_model_wrapper, OF_BRIDGE, finalize_model_grads)
-# SkyRL draws the tokens of a padding microbatch below 100; this vocabulary is smaller.
-randint = torch.randint
-torch.randint = lambda low, high, *size, **given: randint(
-    low, min(high, tiny_gpt.VOCABULARY), *size, **given
-)
-if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 0.16; Mamba's
-    megatron_utils.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
-# SkyRL asks whether the model is one of Bridge's, where it can be imported.
-sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None
+torch.randint = skyrl_driver.in_vocabulary(torch.randint)
 SAMPLES = sorted(framework_step.samples(), key=lambda sequence: sequence["uid"])
 """The trainer has the whole step, a prompt's sequences together."""
 

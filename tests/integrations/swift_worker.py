@@ -11,7 +11,6 @@ token loss, with its gradient's norm, by loops. AGGREGATION ``stock``: ``install
 printed by every rank.
 """
 
-import dataclasses
 import json
 import math
 import sys
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
-from swift.megatron.arguments.megatron_args import MegatronArguments
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.megatron.trainers import base
 from swift.megatron.trainers.trainer import MegatronTrainer
@@ -34,6 +32,7 @@ from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.drivers.ms_swift import defaults
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 STEPS, BATCH = 3, 4
@@ -154,20 +153,9 @@ def by_hand(model, data, step, counts_weights, *, is_dft):
     return {"loss": loss.item(), "grad_norm": norm.item()}
 
 
-def defaults_of(kind):
-    """Return the defaults of a dataclass by name."""
-    given = {}
-    for field in dataclasses.fields(kind):
-        if field.default is not dataclasses.MISSING:
-            given[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            given[field.name] = field.default_factory()
-    return given
-
-
 def arguments(cp, loss_scaling, data, more):
     """Return the defaults of ms-swift's arguments, and what a run sets."""
-    given = defaults_of(MegatronArguments)
+    given = defaults()
     micro = 1 if data.is_packed else 2
     dp = parallel_state.get_data_parallel_world_size()
     batch = len(data.packs)

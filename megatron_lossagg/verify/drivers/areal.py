@@ -38,7 +38,7 @@ class FrameworkDriver(Driver):
         from torch.distributed.nn import functional
 
         gather: Any = functional._AllGather
-        gather.backward = staticmethod(_reduce_scattered)
+        gather.backward = staticmethod(reduce_scattered)
 
     def listen(self, report: Any) -> ScriptWeighing:
         """Listen in its policy loss."""
@@ -48,6 +48,7 @@ class FrameworkDriver(Driver):
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Dispatch the trajectories over the ranks, and update the policy once."""
+        from areal.api.cli_args import MicroBatchSpec, PPOActorConfig
         from areal.infra.controller.train_controller import _dispatch_tensors
         from areal.utils import stats_tracker
         from megatron.core import parallel_state
@@ -60,13 +61,17 @@ class FrameworkDriver(Driver):
             kind = areal.LossAggregationActor
         splits, _ = _dispatch_tensors(trajectories(self.drawn), self.parallelism.dp)
         self.chunk.zero_grad_buffer()
-        actor_around(kind, self.chunk).ppo_update(splits[parallel_state.get_data_parallel_rank()])
+        spec = MicroBatchSpec(n_mbs=_MICROBATCHES)
+        config = PPOActorConfig(mb_spec=spec, ppo_n_minibatches=1)
+        config.eps_clip, config.c_clip = CLIP, DUAL_CLIP
+        engine = around(kind(config), self.chunk)
+        engine.ppo_update(splits[parallel_state.get_data_parallel_rank()])
         group = parallel_state.get_data_parallel_group()
         stats = stats_tracker.export_all(reduce_group=group)
         return {"loss": float(stats["ppo_actor/update/actor_loss/avg"])}
 
 
-def _reduce_scattered(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+def reduce_scattered(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
     """Return a gather's gradient summed over ranks, as NCCL's reduce-scatter does."""
     import torch.distributed as dist
 
@@ -103,21 +108,16 @@ def _trajectory(sequences: Sequence[Drawn]) -> dict[str, Tensor]:
     }
 
 
-def actor_around(kind: Any, chunk: Any) -> Any:
-    """Return AReaL's engine around a wrapped model."""
-    from areal.api.cli_args import MicroBatchSpec, PPOActorConfig
+def around(engine: Any, chunk: Any) -> Any:
+    """Put AReaL's engine around a wrapped model; return it."""
     from areal.engine import megatron_engine
     from areal.utils import logging
     from megatron.core import parallel_state
 
-    spec = MicroBatchSpec(n_mbs=_MICROBATCHES)
-    actor_config = PPOActorConfig(mb_spec=spec, ppo_n_minibatches=1)
-    actor_config.eps_clip, actor_config.c_clip = CLIP, DUAL_CLIP
-    engine = kind(actor_config)
     engine.model, engine.device = megatron_engine._MegatronModelList([chunk]), "cpu"
     engine.parallel_strategy = SimpleNamespace(
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
     engine.process_group_initialized = True

@@ -145,14 +145,6 @@ def template(args: Any, *, packing: bool) -> Any:
 
 def arguments(**given: Any) -> Any:
     """Return the defaults of ms-swift's arguments without their checks, and what is given."""
-    from swift.megatron.arguments.megatron_args import MegatronArguments
-
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(MegatronArguments):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
     ours = {
         "padding_free": True,
         "task_type": "causal_lm",
@@ -160,4 +152,17 @@ def arguments(**given: Any) -> Any:
         "is_multimodal": False,
         "megatron_model_meta": SimpleNamespace(is_multimodal=False),
     }
-    return SimpleNamespace(**{**defaults, **ours, **given})
+    return SimpleNamespace(**{**defaults(), **ours, **given})
+
+
+def defaults() -> dict[str, Any]:
+    """Return the defaults of ms-swift's arguments by name."""
+    from swift.megatron.arguments.megatron_args import MegatronArguments
+
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(MegatronArguments):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found

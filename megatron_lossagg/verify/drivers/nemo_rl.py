@@ -64,7 +64,9 @@ class FrameworkDriver(Driver):
 
         is_packed = self.parallelism.cp > 1
         policy_config = config(self.parallelism, is_packed=is_packed)
-        worker = worker_of(self.module, self.chunk, policy_config)
+        worker = worker_of(
+            self.module.MegatronPolicyWorkerImpl, self.chunk, policy_config, _Optimizer()
+        )
         shards = sharded(data_of(self.drawn), policy_config, self.parallelism.dp, len(self.drawn))
         shard = shards[parallel_state.get_data_parallel_rank()]
         self.chunk.zero_grad_buffer()
@@ -223,15 +225,15 @@ def worker_module() -> Any:
     return worker
 
 
-def worker_of(module: Any, chunk: Any, policy_config: Any) -> Any:
+def worker_of(kind: Any, chunk: Any, policy_config: Any, optimizer: Any) -> Any:
     """Return a worker around a wrapped model."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    worker = object.__new__(module.MegatronPolicyWorkerImpl)
+    worker = object.__new__(kind)
     vars(worker).update(
         cfg=policy_config, dp_size=parallel_state.get_data_parallel_world_size(), model=chunk,
-        optimizer=_Optimizer(), scheduler=_Nothing(), timer=_Nothing(),
+        optimizer=optimizer, scheduler=_Nothing(), timer=_Nothing(),
         dtype=torch.get_default_dtype(), draft_model=None, sampling_params=None,
         media_placeholder_token_id=None, defer_fp32_logits=False,
         mcore_state=SimpleNamespace(straggler_timer=None), delegate_pack_to_model=False,

@@ -56,18 +56,7 @@ class FrameworkDriver(Driver):
             self.terms = {name: of for name, of in self.terms.items() if name != "entropy"}  # type: ignore[misc]
         os.environ[WEIGH] = "1"  # the trainer leaves its weights in the batch
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
-        import_shims()
-        import skyrl.backends.skyrl_train.distributed.dispatch as dispatch
-        from megatron.core.distributed import finalize_model_grads
-        from skyrl.backends.skyrl_train.workers.megatron import (
-            megatron_model_wrapper,
-            megatron_worker,
-        )
-
-        self.wrapper, self.worker = megatron_model_wrapper, megatron_worker
-        dispatch.ray.put = lambda chunk: chunk
-        if hasattr(megatron_model_wrapper, _OF_BRIDGE):  # Megatron-Core's, and LoRA of experts
-            setattr(megatron_model_wrapper, _OF_BRIDGE, finalize_model_grads)
+        use_cpu()
 
     def prepare(self, trained: str | Aggregation) -> tuple[Any, Any]:
         """Stage each rank's sequences as the trainer does."""
@@ -105,18 +94,19 @@ class FrameworkDriver(Driver):
         cfg, chunks = prepared
         worker = worker_of(cfg, self.chunk)
         self.chunk.zero_grad_buffer()
-        with replaced(torch, randint=_in_vocabulary(torch.randint)):
+        with replaced(torch, randint=in_vocabulary(torch.randint)):
             output = worker.forward_backward(chunks[parallel_state.get_data_parallel_rank()])
         if hasattr(worker.model, "run_pending_grad_sync"):  # 0.3.0 reduces in the schedule
             worker.model.run_pending_grad_sync()
         return {"loss": float(output.metrics["policy_loss"])}
 
 
-def import_shims() -> None:
-    """Let SkyRL be imported with an older Megatron-Core, and without Megatron-Bridge."""
+def use_cpu() -> None:
+    """Let SkyRL be imported without Megatron-Bridge and Ray, and with an older Megatron-Core."""
     # SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: as if it had.
     adapters: Any = importlib.import_module("megatron.bridge.peft.utils")
     adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.packed_seq_params import PackedSeqParams
 
     utils: Any = importlib.import_module(f"{_SKYRL}.distributed.megatron.megatron_utils")
@@ -124,9 +114,14 @@ def import_shims() -> None:
         utils.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
     # SkyRL asks whether the model is one of Bridge's, where it can be imported.
     sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None  # type: ignore[assignment]
+    dispatch: Any = importlib.import_module(f"{_SKYRL}.distributed.dispatch")
+    dispatch.ray.put = lambda chunk: chunk
+    wrapper = importlib.import_module(f"{_SKYRL}.workers.megatron.megatron_model_wrapper")
+    if hasattr(wrapper, _OF_BRIDGE):  # Megatron-Core's, and LoRA of experts
+        setattr(wrapper, _OF_BRIDGE, finalize_model_grads)
 
 
-def _in_vocabulary(randint: Any) -> Any:
+def in_vocabulary(randint: Any) -> Any:
     """Draw the tokens of a padding microbatch, which SkyRL takes below 100, from the model's."""
     return lambda low, high, *size, **given: randint(low, min(high, VOCABULARY), *size, **given)
 
