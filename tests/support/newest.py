@@ -100,6 +100,9 @@ NEWEST = {
         packages=("mcore_adapter",),
         source="mcore_adapter/src",
     ),
+    "roll-rlvr": Newest(
+        url="https://github.com/alibaba/ROLL.git", folder="ROLL", packages=("roll",)
+    ),
     "llama-factory": Newest(
         url="https://github.com/hiyouga/LLaMA-Factory.git",
         folder="LLaMA-Factory",
@@ -107,6 +110,17 @@ NEWEST = {
         source="src",
         on="roll",
         stand_ins="llama_factory_first",
+    ),
+    "primus": Newest(
+        url="https://github.com/AMD-AGI/Primus.git",
+        folder="Primus",
+        packages=("primus",),
+        on="megatron-lm",
+    ),
+    "open-instruct": Newest(
+        url="https://github.com/allenai/open-instruct.git",
+        folder="open-instruct",
+        packages=("open_instruct",),
     ),
 }
 

@@ -164,6 +164,39 @@ FRAMEWORKS: dict[str, Framework] = {
             *("torch_memory_saver", "uvloop", "wandb"),
         ),
     ),
+    "roll": Framework(
+        package="roll",
+        imports=("mcore_adapter.trainer", "roll.distributed.strategy.megatron_strategy"),
+        written_for="8eb27cc2",
+        unused=(
+            *("ray", "datasets", "transfer_queue", "opentelemetry", "pybase64", "imageio"),
+            *("modelscope",),
+        ),
+    ),
+    "primus": Framework(
+        package="primus",
+        imports=(
+            "megatron.training",
+            "primus.backends.megatron.megatron_pretrain_trainer",
+            "primus.backends.megatron.megatron_sft_trainer",
+        ),
+        written_for="fd1eeabb",
+        unused=("datasets", "mlflow"),
+    ),
+    "open-instruct": Framework(
+        package="open_instruct",
+        imports=("open_instruct.grpo_fast", "open_instruct.finetune"),
+        written_for="e6c3044a",
+        unused=(
+            *("ray", "vllm", "datasets", "olmo_core", "beaker", "wandb", "docker", "openenv"),
+            *("aiohttp", "backoff", "deepspeed", "tiktoken", "langdetect", "immutabledict"),
+            *("nltk", "peft", "openai", "uvicorn", "fastapi", "litellm", "mcp"),
+        ),
+        passed_by=(
+            *("open_instruct.olmo_core_callbacks", "open_instruct.olmo_core_hybrid"),
+            "open_instruct.vllm_utils",
+        ),
+    ),
 }
 
 
