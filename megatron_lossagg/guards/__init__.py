@@ -4,8 +4,7 @@ A guard costs its class, a line of this table, and its cases in ``tests/guards``
 algebra's code. ``docs/reference/checks.md`` is printed from here and lists all that is checked.
 
 No guards: ``before`` has the refusals before a step. ``frozen`` looks when a run and each step
-start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook. ``loss_graph``
-belongs to ``Outcome``.
+start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Known ways in which a Megatron scales a loss differently, and the sizes that a factor equals.
+"""Known ways in which a Megatron scales a loss differently, and what weights show of a step.
 
 Each :class:`Cause` predicts the gradient and the reported loss of every case. The causes that
 agree with all cases of a layout are printed. ``tests/wrong_factors`` adds the causes that only an
-edit of this package's own source can produce.
+edit of this package's own source can produce. :func:`weights_error` compares the weights that
+arrived at the losses of a step, as they were weighed, with d loss / d y.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -17,9 +19,10 @@ from torch import Tensor
 from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.verify.cases import Case, Expected
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.reference_gradient import Reference, relative
 from megatron_lossagg.verify.step_data import Assignment
 from megatron_lossagg.weigh.causes import equal_to
+from megatron_lossagg.weigh.compare import WeighedSequence
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,3 +123,26 @@ def symbols(factor: float, facts: Facts, *, tolerance: float) -> list[str]:
     split = facts.parallelism
     sizes = {"M": facts.m, "DP": split.dp, "CP": split.cp, "TP": split.tp, "PP": split.pp}
     return equal_to(factor, sizes, {"N": facts.n}, tolerance=tolerance)
+
+
+def weights_error(weighed: Sequence[WeighedSequence], facts: Facts, slope_Y: Tensor) -> float:
+    """Return the largest relative error of a sequence's sum of weights.
+
+    ``slope_Y``: d loss / d y by the reference. An error is relative to the sum of the sequence's
+    absolute weights, of which rounding is a part also where they cancel, or, if that is small, to
+    a thousandth of the largest one.
+    """
+    starts, assignment = facts.reference.starts, facts.assignment
+    found = {(one.dp_rank, one.microbatch, one.sequence): one.weight_sum for one in weighed}
+    wanted: dict[tuple[int, int, int], float] = {}
+    sizes: dict[tuple[int, int, int], float] = {}
+    places: Counter[tuple[int, int]] = Counter()
+    for index, key in enumerate(assignment.keys):  # in their microbatch as in the step
+        place, own_Y = (*key, places[key]), slope_Y[starts[index] : starts[index + 1]]
+        wanted[place], sizes[place] = float(own_Y.sum()), float(own_Y.abs().sum())
+        places[key] += 1
+    floor = 1e-3 * max(sizes.values(), default=0.0)
+    return max(
+        relative(found.get(place, 0.0), wanted.get(place, 0.0), max(floor, sizes.get(place, 0.0)))
+        for place in wanted.keys() | found.keys()
+    )

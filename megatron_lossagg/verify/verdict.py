@@ -24,6 +24,7 @@ from megatron_lossagg.verify.causes import (
     FORWARD_ONLY,
     MASKED_LOSSES_REACH,
     symbols,
+    weights_error,
 )
 from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.own_reducer import NOT_ADDITIVE, not_additive
@@ -32,7 +33,6 @@ from megatron_lossagg.verify.reference_gradient import Reference, compute, relat
 from megatron_lossagg.verify.step_data import assign_sequences
 from megatron_lossagg.verify.text import number_of
 from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run
-from megatron_lossagg.verify.weights import weights_error
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
 
 _CLEARLY = 0.1

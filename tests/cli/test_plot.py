@@ -11,8 +11,8 @@ from in_turn import reference_value
 
 from megatron_lossagg.cli.explanation import EXPONENT
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.plot import figure_of, page, shares_of
 from megatron_lossagg.cli.rollouts import Rollouts
-from megatron_lossagg.cli.shares import figure_of, page, shares_of
 from megatron_lossagg.reduction.modes import MODES
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")

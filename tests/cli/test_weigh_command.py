@@ -8,8 +8,7 @@ import pytest
 
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet
-from megatron_lossagg.cli.weighed_picture import drawn, figure_of
+from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet, drawn, figure_of
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_lossagg.guards import loss_graph
-from megatron_lossagg.guards.loss_graph import divisors_of, nodes_of
+from megatron_lossagg.guards import outcome
+from megatron_lossagg.guards.outcome import divisors_of, nodes_of
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
@@ -59,5 +59,5 @@ def test_a_torch_that_does_not_say_what_is_packed_is_not_followed():
 
         _saved_other = property(lambda self: made._saved_other)
 
-    assert loss_graph._saved(made, "other").item() == N
-    assert loss_graph._saved(Node(), "other") is loss_graph._UNREAD
+    assert outcome._saved(made, "other").item() == N
+    assert outcome._saved(Node(), "other") is outcome._UNREAD

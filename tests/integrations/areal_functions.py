@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn, aggregations, ppo_losses
+from megatron_lossagg.verify.drivers.driver import Drawn, aggregations, ppo_losses
 
 _ENGINE = "areal.engine.megatron_engine"
 _CLIP, _DUAL_CLIP = 0.2, 3.0

@@ -11,7 +11,7 @@ from slime_miles_data import BELOW_ONE, arguments
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles as miles_hooks
 from megatron_lossagg.verify.drivers import miles, slime_and_miles
-from megatron_lossagg.verify.drivers.drawn import aggregations, draw
+from megatron_lossagg.verify.drivers.driver import aggregations, draw
 
 
 class Miles:

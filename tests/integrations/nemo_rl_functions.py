@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import aggregations, ppo_losses
+from megatron_lossagg.verify.drivers.driver import aggregations, ppo_losses
 
 _LOSSES = "nemo_rl.algorithms.loss.loss_functions"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")

@@ -10,7 +10,7 @@ import torch
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles, slime
 from megatron_lossagg.integrations._rollouts import REDUCER
-from megatron_lossagg.verify.drivers.drawn import aggregations, draw
+from megatron_lossagg.verify.drivers.driver import aggregations, draw
 from megatron_lossagg.verify.drivers.slime_and_miles import args_with_weights
 
 MODULES = {"slime": slime, "miles": miles}

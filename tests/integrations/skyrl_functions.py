@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import aggregations
+from megatron_lossagg.verify.drivers.driver import aggregations
 from megatron_lossagg.verify.drivers.skyrl import prompt_boundaries
 
 DIVISOR = 9.0

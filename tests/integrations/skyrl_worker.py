@@ -36,13 +36,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
 import stand_ins  # noqa: E402
 import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run on a CPU
 
-from megatron_lossagg.verify.drivers import placeholders  # noqa: E402
+from megatron_lossagg.verify.drivers import imports  # noqa: E402
 from megatron_lossagg.verify.drivers import skyrl as skyrl_driver  # noqa: E402
 
 stand_ins.install(
     stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER
 )
-placeholders.older_python()
+imports.older_python()
 skyrl_driver.use_cpu()
 
 import framework_step  # noqa: E402

@@ -17,7 +17,7 @@ from megatron_lossagg.integrations import _rollouts
 from megatron_lossagg.integrations import slime as slime_hooks
 from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.verify.drivers import slime, slime_and_miles
-from megatron_lossagg.verify.drivers.drawn import aggregations, draw
+from megatron_lossagg.verify.drivers.driver import aggregations, draw
 
 BY_MICROBATCH = Aggregation("microbatch_token_mean")
 

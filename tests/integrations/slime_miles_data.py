@@ -7,7 +7,7 @@ import torch
 from megatron.core import mpu
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify.drivers.drawn import draw
+from megatron_lossagg.verify.drivers.driver import draw
 
 ROLLOUTS, GLOBAL_BATCH, PER_PROMPT = 8, 4, 2
 BELOW_ONE = {"sample_sum without empty": Aggregation("sample_sum", count_empty=False)}

@@ -1,12 +1,12 @@
 """Modules in place of what the frameworks import and their loss functions never call.
 
-A stand-in has any attribute: ``megatron_lossagg/verify/drivers/placeholders.py``. Each name says
+A stand-in has any attribute: ``megatron_lossagg/verify/drivers/imports.py``. Each name says
 which framework imports it, and what installing it would cost.
 """
 
 import sys
 
-from megatron_lossagg.verify.drivers.placeholders import Placeholders
+from megatron_lossagg.verify.drivers.imports import Placeholders
 
 RAY = ("ray",)
 """verl and skyrl start workers with it; 240 MB."""

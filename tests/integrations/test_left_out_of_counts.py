@@ -15,7 +15,7 @@ from megatron_lossagg.integrations import miles, nemo_rl, skyrl
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.drivers.drawn import draw
+from megatron_lossagg.verify.drivers.driver import draw
 
 COUNTS_EMPTY = ["sample_mean", "constant", "sample_sum", "prompt_mean", "row_mean"]
 NAMED = {

@@ -31,7 +31,7 @@ from megatron_lossagg.integrations._rollouts import (
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
-from megatron_lossagg.verify.drivers.drawn import draw
+from megatron_lossagg.verify.drivers.driver import draw
 
 CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
 

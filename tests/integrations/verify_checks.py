@@ -15,7 +15,7 @@ from frameworks import checkout_of, needs
 from processes import is_running
 from shared import check_of
 
-from megatron_lossagg.verify.drivers.drawn import aggregations
+from megatron_lossagg.verify.drivers.driver import aggregations
 from megatron_lossagg.verify.drivers.runs import layout_of, run_framework
 from megatron_lossagg.verify.drivers.table import driver_of
 

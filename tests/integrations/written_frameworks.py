@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from nemo_rl_functions import CLIP, DUAL_CLIP, VALUE_CLIP
 
-from megatron_lossagg.verify.drivers.drawn import ppo_losses
+from megatron_lossagg.verify.drivers.driver import ppo_losses
 
 
 def kl_losses(log_probs, ref_log_probs):

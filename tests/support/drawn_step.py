@@ -19,7 +19,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import ALIASES, MODES
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.drivers.drawn import draw, ppo_losses
+from megatron_lossagg.verify.drivers.driver import draw, ppo_losses
 
 _RANKS = (((4, 5, 6), (7, 8, 9)), ((10, 11, 0), (1, 2, 3)))
 """Drawn sequences per data-parallel rank and microbatch: prompts go over both."""

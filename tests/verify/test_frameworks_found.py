@@ -9,7 +9,7 @@ import pytest
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.drivers import outcome
-from megatron_lossagg.verify.drivers.missing import install_line
+from megatron_lossagg.verify.drivers.imports import install_line
 from megatron_lossagg.verify.drivers.outcome import ended_by
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, Framework, check_installed
 

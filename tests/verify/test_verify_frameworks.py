@@ -21,7 +21,7 @@ from frameworks import SERVING, checkout_of, needs
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
-from megatron_lossagg.verify.drivers.drawn import aggregations
+from megatron_lossagg.verify.drivers.driver import aggregations
 from megatron_lossagg.verify.drivers.outcome import FrameworkError, outcome_of
 from megatron_lossagg.verify.drivers.runs import run_framework
 from megatron_lossagg.verify.drivers.slime_and_miles import parsed

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lossagg.verify.causes import Facts
+from megatron_lossagg.verify.causes import Facts, weights_error
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import assign_sequences, make_sequences
-from megatron_lossagg.verify.weights import weights_error
 from megatron_lossagg.weigh.compare import WeighedSequence
 
 SEQUENCES = make_sequences(1)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn, column
-from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, Driver
+from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, Drawn, Driver, column
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _MICROBATCHES = 3

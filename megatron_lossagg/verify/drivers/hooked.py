@@ -20,8 +20,7 @@ from torch import Tensor
 from megatron_lossagg.integrations._shared import HOOK, replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing, rebind_schedule
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
-from megatron_lossagg.verify.drivers.driver import Driver
+from megatron_lossagg.verify.drivers.driver import Drawn, Driver
 from megatron_lossagg.weigh.weighing import LOSS
 
 _SIZES = (1, 2, 3)

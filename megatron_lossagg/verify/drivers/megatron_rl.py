@@ -20,8 +20,7 @@ import torch
 from megatron_lossagg.cpu import training as cpu_training
 from megatron_lossagg.integrations.megatron_rl import _SPLITS, RLIntegration
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn, column
-from megatron_lossagg.verify.drivers.driver import CLIP, KL
+from megatron_lossagg.verify.drivers.driver import CLIP, KL, Drawn, column
 from megatron_lossagg.verify.drivers.hooked import HookedDriver
 from megatron_lossagg.verify.drivers.megatron_lm import (
     EOD,

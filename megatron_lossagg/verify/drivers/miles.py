@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_lossagg.integrations.miles import HOOKS
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.driver import Drawn
 from megatron_lossagg.verify.drivers.slime_and_miles import RolloutDriver, make_samples
 from megatron_lossagg.verify.parallelism import Parallelism
 

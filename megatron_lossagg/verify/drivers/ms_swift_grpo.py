@@ -16,8 +16,7 @@ import torch
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn, column
-from megatron_lossagg.verify.drivers.driver import CLIP, DIVISOR, DUAL_CLIP, KL
+from megatron_lossagg.verify.drivers.driver import CLIP, DIVISOR, DUAL_CLIP, KL, Drawn, column
 from megatron_lossagg.verify.drivers.ms_swift import SwiftDriver, encoded, template
 from megatron_lossagg.weigh.weighing import LOSS
 

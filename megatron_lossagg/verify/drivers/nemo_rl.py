@@ -18,8 +18,7 @@ import torch
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn, column
-from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, KL, Driver
+from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, KL, Drawn, Driver, column
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")

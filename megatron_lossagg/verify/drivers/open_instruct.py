@@ -24,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.configuration import defaults
-from megatron_lossagg.verify.drivers.drawn import Drawn
-from megatron_lossagg.verify.drivers.driver import DIVISOR, Driver
+from megatron_lossagg.verify.drivers.driver import DIVISOR, Drawn, Driver
+from megatron_lossagg.verify.drivers.imports import defaults
 from megatron_lossagg.verify.drivers.outcome import NotRunError
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.verify.drivers.missing import install_line, missing_modules, not_found
+from megatron_lossagg.verify.drivers.imports import install_line, missing_modules, not_found
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, own_package, release
 from megatron_lossagg.verify.job import Event
 from megatron_lossagg.verify.text import error_text, number_of

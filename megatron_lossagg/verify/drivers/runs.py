@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.errors import ContractError, ProofError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers import placeholders
+from megatron_lossagg.verify.drivers import imports
 from megatron_lossagg.verify.drivers.outcome import (
     FAIL,
     NOT_RUN,
@@ -72,7 +72,7 @@ class DriverJob:
         """Run the steps on this rank; yield an event for each."""
         try:
             stand_in(self.framework)
-            from megatron_lossagg.verify.drivers.drawn import draw
+            from megatron_lossagg.verify.drivers.driver import draw
 
             drawn = draw(edges=self.edges)
             driver = driver_of(self.framework)(self.parallelism, drawn)
@@ -105,7 +105,7 @@ class DriverJob:
         dist.destroy_process_group()
 
     def _trained(self, driver: Driver) -> Iterator[str | Aggregation]:
-        from megatron_lossagg.verify.drivers.drawn import aggregations
+        from megatron_lossagg.verify.drivers.driver import aggregations
 
         if self.setting not in (None, "", ALL, *driver.settings):
             raise NotRunError(
@@ -132,9 +132,9 @@ def stand_in(framework: str) -> None:
     from megatron_lossagg.cpu.training import install_training
 
     row = FRAMEWORKS[framework]
-    placeholders.older_python()
+    imports.older_python()
     if "megatron.training" in row.imports:
-        placeholders.install(last=["six"])  # a tokenizer's
+        imports.install(last=["six"])  # a tokenizer's
         try:
             install_training()
         except ContractError as error:
@@ -143,7 +143,7 @@ def stand_in(framework: str) -> None:
     for looks in ("megatron_lossagg.verify.small_gpt", "torch._inductor.compile_fx"):
         with suppress(ImportError):  # for Transformer Engine and triton, which are no placeholders
             import_module(looks)
-    placeholders.install(first=row.passed_by, last=row.unused)
+    imports.install(first=row.passed_by, last=row.unused)
 
 
 def _step(

@@ -21,8 +21,7 @@ from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.integrations._weigh_switch import WEIGH
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn, column
-from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Driver
+from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Drawn, Driver, column
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lossagg.integrations.slime import HOOKS
-from megatron_lossagg.verify.drivers.drawn import Drawn
+from megatron_lossagg.verify.drivers.driver import Drawn
 from megatron_lossagg.verify.drivers.slime_and_miles import RolloutDriver, make_samples
 from megatron_lossagg.verify.parallelism import Parallelism
 

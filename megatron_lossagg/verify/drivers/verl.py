@@ -18,8 +18,7 @@ import torch
 
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.drawn import Drawn
-from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Driver
+from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Drawn, Driver
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _LOGGED = {
