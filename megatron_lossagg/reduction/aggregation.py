@@ -41,15 +41,14 @@ from megatron_lossagg.reduction.modes import (
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    from megatron_lossagg.reduction.table import StepCounts
-
-    _Array = npt.NDArray[np.float64]
     from torch import Tensor
 
     from megatron_lossagg.reduction.integers import Ints
     from megatron_lossagg.reduction.layout import Layout
     from megatron_lossagg.reduction.plan import StepPlan
+    from megatron_lossagg.reduction.table import StepCounts
+
+    _Array = npt.NDArray[np.float64]
 
 
 def resolved(path: str, name: str, signature: str) -> Any:
