@@ -296,6 +296,7 @@ def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
         ("token mean", n, 0),
         ("sample mean", of_samples, 0),
         ("mean of samples' sums", b, 1),
+        ("token mean, divided by its tokens again,", n * n, 1),
         ("mean over padded tokens", padded, 2),
         ("mean over the mask's tokens", masked, 2),
     ):

@@ -504,6 +504,30 @@ def captured():
     return loop(listen)
 
 
+@row("a rank that calls no losses", is_known=False, says="not follow from what was heard", on=2)
+def silent_rank():
+    def listen(weighing, chunk, mine, m, found):
+        losses = chunk(toy.tokens_of(mine))
+        if dist.get_rank() == 0:
+            losses = weighing.losses(losses, lengths=toy.lengths_of(mine))
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
+@row(
+    "a loss that is divided by 0", is_known=False, is_measured=False, says="weights of 2 sequences"
+)
+def divided_by_zero():
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        if m == 0 and dist.get_rank() == 0:
+            losses = losses / 0
+        scaled(losses.sum(), found).backward()
+
+    return *loop(listen)[:2], None
+
+
 @row("torch.autograd.grad of parameters besides", trains="token_mean")
 def asks_gradients(create_graph=False, adds_zeros=False, **more):
     """``adds_zeros``: what is heard is added to the losses, and is 0."""
@@ -979,7 +1003,9 @@ def masked(name, *, mask, weighs, says, trains=None, shown=""):
                 ((losses * has).sum() * toy.world() / float(total)).backward()
             chunk.config.finalize_model_grads_func([chunk], None)
         np.testing.assert_allclose(toy.gradient_of(chunk), weights)
-        assert shown in str(weighing.weighed())
+        report = str(weighing.weighed())
+        assert shown in report
+        assert "cause:" not in report
         return weighing, None, None
 
 
@@ -992,6 +1018,8 @@ masked("ignored", mask=last(2), weighs=last(99), says="are outside of the mask",
 masked("off by one", mask=last(3), weighs=lambda n: last(4)(n) & ~last(1)(n),
        says="tokens of the mask have no weight", shown="..!##0")  # fmt: skip
 masked("in part", mask=last(4), weighs=last(3), says="tokens of the mask have no weight")
+masked("without one sequence", mask=last(4), weighs=lambda n: last(4 * (n != 8))(n),
+       says="4 tokens of the mask have no weight", shown="....0000")  # fmt: skip
 
 
 # Modes and causes
@@ -1119,6 +1147,13 @@ weighed_as(
     "twice a mean of sample means of microbatches",
     lambda s, found: toy.M / (toy.M * toy.world() * s.b_mb * s.n),
     says="a mean of one sample mean per microbatch, times 2 = M",
+)
+
+
+weighed_as(
+    "a token mean per microbatch that the schedule divides by its tokens again",
+    lambda s, found: 1 / (toy.M * toy.world() * s.n_mb**2),
+    says="a mean of one token mean, divided by its tokens again, per microbatch",
 )
 
 
