@@ -354,8 +354,8 @@ def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None
         if products:
             warn_once(
                 "multiplied losses",
-                f"each token was trained with {factor:.6g} = {' = '.join(products)} times its weight of "
-                f"{mode}: the model's losses were multiplied by it {_ENDS}",
+                f"each token was trained with {factor:.6g} = {' = '.join(products)} times its "
+                f"weight of {mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
         zero, tokens = sum(one.zero for one in found), sum(one.tokens for one in found)

@@ -43,7 +43,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         "weight of a token, relative to  smallest   largest",
     ]
     for name, (low, high) in step.modes.items():
-        lines.append(f"  {name:<28}{low:>10.4g}{high:>10.4g}")
+        lines.append(f"  {name:<28}{low:>10.4g} {high:>9.4g}")
     if step.inside > 1 + 1e-6:
         lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
     if step.lacks:

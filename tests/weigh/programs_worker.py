@@ -1658,7 +1658,9 @@ def split(found, rank=None):
 
 
 def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expected):
-    """``loss_func``: of losses; ``weight``: of a sequence, its part, all, and all parts there."""
+    """``loss_func``: of losses, all sequences, and the losses of each; ``weight``: of a sequence,
+    its part, all, and all parts there.
+    """
 
     @row(f"at CP 2, {name}", on=on, sizes={"context_parallel_size": 2}, **expected)
     def run():
@@ -1669,7 +1671,7 @@ def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expec
         def forward_step(iterator, model):
             mine = toy.own(here, next(iterator))
             losses = weighing.losses(model(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
-            return losses, lambda x: loss_func(x, found)
+            return losses, lambda x: loss_func(x, found, x.split(toy.lengths_of(mine)))
 
         with weighing:
             toy.run_batches(chunk, forward_step, [0, 1])
@@ -1690,37 +1692,49 @@ def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expec
 
 at_cp_2(
     "a local mean with two outputs",
-    lambda x, found: (x.mean(), {}),
+    lambda x, found, parts: (x.mean(), {}),
     lambda s, part, found, n: 1 / (toy.M * n),
     says="a mean of one token mean per microbatch and context-parallel rank, times 2 = M = CP",
 )
 at_cp_2(
     "a local mean with two outputs, times CP",
-    lambda x, found: (x.mean() * 2, {}),
+    lambda x, found, parts: (x.mean() * 2, {}),
     lambda s, part, found, n: 2 / (toy.M * n),
     says="per microbatch and context-parallel rank, times 4 = M CP = ",
 )
 at_cp_2(
+    "a sum of means of samples' parts",
+    lambda x, found, parts: (sum(part.mean() for part in parts), torch.tensor(1), {}),
+    lambda s, part, found, n: 1 / (toy.M * 2 * part.n),
+    says="a mean of one sample mean per data- and context-parallel rank, times 1.5 = B/M = B/CP",
+)
+at_cp_2(
+    "a token mean of each rank",
+    lambda x, found, parts: (toy.M * x.sum() / toy.total(split(found)), torch.tensor(1), {}),
+    lambda s, part, found, n: 1 / (2 * toy.total(split(found, int(part.tokens[0] > s.tokens[0])))),
+    says="cause: a mean of one token mean per data- and context-parallel rank",
+)
+at_cp_2(
     "stock",
-    lambda x, found: (x.sum(), num(x), {}),
+    lambda x, found, parts: (x.sum(), num(x), {}),
     lambda s, part, found, n: 1 / (toy.M * 2 * n),
     says="cause: a mean of one token mean per microbatch and context-parallel rank weight of",
 )
 at_cp_2(
     "CP squared",
-    lambda x, found: (x.sum() / toy.total(found) * toy.M * 4, {}),
+    lambda x, found, parts: (x.sum() / toy.total(found) * toy.M * 4, {}),
     lambda s, part, found, n: 4 / toy.total(found),
     says="a constant factor on token_mean: 4 = M CP = ",
 )
 at_cp_2(
     "a sum that nobody divided",
-    lambda x, found: (x.sum(), torch.tensor(1), {}),
+    lambda x, found, parts: (x.sum(), torch.tensor(1), {}),
     lambda s, part, found, n: 1 / 4,
     says="a constant factor on token_mean: 6.75 = N/(M CP)",
 )
 at_cp_2(
     "a right token mean",
-    lambda x, found: (x.sum(), num(x), {}),
+    lambda x, found, parts: (x.sum(), num(x), {}),
     lambda s, part, found, n: 1 / toy.total(found),
     per_token=True,
     trains="token_mean",
