@@ -589,6 +589,21 @@ def steps_of_microbatches():
     return weighing, model.weight.grad.numpy(), weights
 
 
+@row("a loss scale of 0", is_refused=True, says="got loss_scale=0, expected a number above 0")
+def no_loss_scale():
+    Weighing([toy.chunk_of(3)], loss_scale=0)
+
+
+@row("a mask that is a list", trains="token_mean")
+def listed_mask():
+    def listen(weighing, chunk, mine, m, found):
+        losses, lengths = chunk(toy.tokens_of(mine)), toy.lengths_of(mine)
+        losses = weighing.losses(losses, [1] * len(losses), lengths=lengths)
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
 @row("ids of fewer sequences", is_refused=True, says="got prompt of 1 sequences, expected 2")
 def fewer_ids():
     def listen(weighing, chunk, mine, m, found):
