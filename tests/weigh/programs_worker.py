@@ -1172,6 +1172,14 @@ weighed_as(
 )
 
 
+weighed_as(
+    "sample means of microbatches, weighted by their tokens",
+    lambda s, found: s.n_mb / toy.total(found) / (s.b_mb * s.n),
+    says="sample means of each microbatch, weighted by its tokens",
+    on=2,
+)
+
+
 LARGER = (((3, 5), (4,), (2, 2, 1)), ((2,), (6, 1), (5,)))
 weighed_as(
     "token means of microbatches, weighted by samples of their rank",
