@@ -98,7 +98,8 @@ class DriverJob:
                 terms.clear()
                 weighing.forget()
                 logged = driver.train(trained, given)
-                yield _step(driver, reference, trained, terms, logged)
+                is_first = dist.get_rank() == 0  # which has the terms
+                yield _step(driver, reference, trained, terms, logged) if is_first else {}
             del driver, weighing  # whose models hold groups
         dist.barrier()  # a launcher ends the others as soon as one rank has failed
         gc.collect()  # a group that is still held aborts the process at its end
@@ -153,7 +154,7 @@ def _step(
     terms: Mapping[str, Weighed],
     logged: Mapping[str, float],
 ) -> Event:
-    """Compare a step with the reference; of rank 0, which has the terms."""
+    """Compare a step with the reference."""
     from megatron_lossagg.weigh.report import as_json
 
     is_ours = isinstance(trained, Aggregation)
