@@ -18,6 +18,10 @@ from megatron_lossagg.verify.job import Event
 
 _OF_A_SCRIPT = {"at": 1, "steps": 1, "stop": False, "picture": None, "expect": None, "cpu": False}
 """Options that a framework's step does not take, and their defaults."""
+_UNHEARD = (
+    "got no term of which a token has a weight, expected some: its step did not call Megatron's "
+    "schedule or the functions of the loss that weighing listens at, or trained nothing"
+)
 
 
 class _Chosen(argparse.Action):
@@ -93,6 +97,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
         write_whole("--json", args.json, json.dumps(made, indent=1) + "\n")
+    last += [
+        Outcome(check=event["trained"], function="", state=FAIL, explanation=_UNHEARD)
+        for event in steps
+        if not _trained_terms(event)
+    ]
     for outcome in last:
         say(f"{args.framework}: {outcome.state} {outcome.check}: {outcome.explanation}")
     return max((1 if outcome.state == FAIL else 2 for outcome in last), default=0)
@@ -104,7 +113,11 @@ def _text(event: Mapping[str, Any]) -> str:
     if not event["is_ours"]:
         begins = f"setting {event['trained']}, whose name promises {event['wanted']}"
     lines = [f"--- {begins} ---"]
-    for name, term in event["terms"].items():
-        if term["weighed"]["tokens"]:  # and not a metric
-            lines += [f"term {name}", term["report"], ""]
+    for name, term in _trained_terms(event).items():
+        lines += [f"term {name}", term["report"], ""]
     return "\n".join(lines)
+
+
+def _trained_terms(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the terms of which tokens have a weight; a metric has none."""
+    return {name: term for name, term in event["terms"].items() if term["weighed"]["tokens"]}

@@ -354,16 +354,16 @@ def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None
         if products:
             warn_once(
                 "multiplied losses",
-                f"each token was trained with {factor:.6g} = {products[0]} times its weight of "
-                f"{mode}: the model's losses were multiplied by it {_ENDS}",
+                f"each token was trained with {factor:.6g} = {' = '.join(products)} times its "
+                f"weight of {mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
         zero, tokens = sum(one.zero for one in found), sum(one.tokens for one in found)
         warn_once(
             "detached losses",
-            f"{zero:.0f} of {tokens:.0f} tokens that {mode} counts were not trained, and the "
-            "others were with their weight: the losses of these were detached or multiplied by 0 "
-            + _ENDS,
+            f"{zero:.0f} of {tokens:.0f} tokens that {mode} counts were not trained"
+            + ", and the others were with their weight" * (zero < tokens)
+            + f": the losses of these were detached or multiplied by 0 {_ENDS}",
         )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 _SMALL = 64
 """A count below it may equal a number by chance."""
-_MOST = 2
+_MOST, _NAMES = 2, 4
 _MANY = 3
 """Of so many factors it may be written down if it is round."""
 _COARSE = 1e-3
@@ -258,6 +258,7 @@ PLACES = (
     ),
     _Place("microbatch of all ranks", ("microbatch_P",), ("M",), "DP"),
     _Place("data-parallel rank", ("dp_rank_P",), ("DP",), "DP"),
+    _Place("data- and context-parallel rank", ("dp_rank_P", "cp_rank_P"), ("DP", "CP"), "CP"),
 )
 
 
@@ -296,6 +297,7 @@ def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
         ("token mean", n, 0),
         ("sample mean", of_samples, 0),
         ("mean of samples' sums", b, 1),
+        ("token mean, divided by its tokens again,", n * n, 1),
         ("mean over padded tokens", padded, 2),
         ("mean over the mask's tokens", masked, 2),
     ):
@@ -416,9 +418,10 @@ def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
     if first.name == OWN:
         return text
     is_own = any((one.kind, one.name) == (first.kind, OWN) for one in found)
-    return f"{text} = {' = '.join(names)}" + f", or {OWN}: weigh a second step" * (
-        is_own and _may_be_chance(first)
-    )
+    more = [f"{len(names) - _NAMES} more quotients"] if len(names) > _NAMES else []
+    more += [OWN] if is_own and _may_be_chance(first) else []
+    others = f", or {' or '.join(more)}: weigh a second step" if more else ""
+    return f"{text} = {' = '.join(names[:_NAMES])}{others}"
 
 
 def _may_be_chance(one: Explanation) -> bool:

@@ -48,8 +48,8 @@ _NOT_FINALIZED = (
     "a deferred step holds it"
 )
 _UNHEARD = (
-    "its loss does not follow from what was heard: parameters have a gradient, and no token's loss "
-    "has one; compute the loss from what losses() returns"
+    "its loss does not follow from what was heard: on a rank parameters have a gradient, and no "
+    "token's loss has one; compute the loss there from what losses() returns"
 )
 OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
@@ -149,6 +149,11 @@ class RankWeights:
     lacks: Mapping[str, str] = field(default_factory=dict)
     """What was not compared, and why."""
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether its backward passes added to a parameter."""
+        return any(one.added.any() for one in self.added)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weighed:
@@ -209,8 +214,8 @@ class Weighed:
     def causes(self) -> tuple[str, ...]:
         """What explains the numbers, by name."""
         found: list[str] = []
-        if self.trains is None or self.trains.startswith("microbatch_token_mean"):
-            found = likely(self.explained, is_mode=self.trains is not None)
+        if not self.fits or self.fits[0].startswith("microbatch_token_mean"):
+            found = likely(self.explained, is_mode=bool(self.fits))
             found = [f"{one}, in {self.steps} steps" if self.steps > 1 else one for one in found]
         return *self.faults, *found, *self.hints
 
@@ -287,7 +292,7 @@ def _mode_of(name: str) -> str:
 def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     """Compare the weights of a step with every mode; ``ranks``: of the whole world.
 
-    ``is_heard``: whether a gradient came by any losses, of this term or of another.
+    ``is_heard``: whether what trains came by losses, of this term or of another.
     """
     counted = [rank for rank in ranks if rank.counts]
     f = _F.of(ranks)
@@ -306,7 +311,10 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     }
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     outside, missed = sum(one.outside for one in every), sum(one.missed for one in every)
-    unknown = f.unknown or (_UNHEARD if not is_heard and _has_gradient(ranks) else "")
+    not_finite = sum(not math.isfinite(one.weight_sum) for one in sequences)
+    unknown = f.unknown or ("" if is_heard else _UNHEARD)
+    if not_finite:
+        unknown = f"weights of {not_finite} sequences are not finite: does its loss divide by 0?"
     fits = [name for name, at in found.items() if at and is_near(at, 1, tolerance)]
     fits = [] if unknown else fits
     apart = {name: float(f"{spread(*bounds):.6g}") for name, bounds in modes.items()}
@@ -336,13 +344,9 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         missed=missed,
         unheard=unheard,
         zeroed=max(rank.zeroed for rank in ranks),
-        shown=_shown(min(shown, key=lambda part: len(part.shown), default=None)),
+        shown=_shown(min(shown, key=_of_shown, default=None)),
     )
     return _explained(step, counted, f, weights, tolerance, has_ids=known_empty is not None)
-
-
-def _has_gradient(ranks: Sequence[RankWeights]) -> bool:
-    return any(one.added.any() for rank in ranks for one in rank.added)
 
 
 def _unheard(ranks: Sequence[RankWeights]) -> str:
@@ -354,10 +358,15 @@ def _unheard(ranks: Sequence[RankWeights]) -> str:
     return f"{unheard} of {m} microbatches, of which nothing was heard" if unheard else ""
 
 
+def _of_shown(part: Part) -> tuple[bool, int]:
+    return not part.outside + part.missed, len(part.shown)
+
+
 def _shown(part: Part | None) -> str:
     if part is None:
         return ""
-    return f"{part.dp_rank}/{part.microbatch}/{part.sequence}: {part.shown}"
+    place = f"{part.dp_rank}/{part.microbatch}/{part.sequence} (rank/microbatch/number)"
+    return f"{place}: {part.shown}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -558,12 +567,6 @@ def _explained(
         return replace(step, faults=[step.unknown])
     if not step.sequences:
         return step
-    if not math.isfinite(step.weight_sum):
-        wrong = sum(not math.isfinite(one.weight_sum) for one in step.sequences)
-        return replace(
-            step,
-            faults=[f"weights of {wrong} sequences are not finite: 0 / 0 in the script's loss?"],
-        )
     if "token_sum" in step.fits and any(rank.is_divided for rank in ranks) and not f.num_tokens:
         return replace(step, faults=["num_tokens is 0: finalize divides by nothing"])
     # What changes no weight is not named: a deferred step of this package divides by itself.

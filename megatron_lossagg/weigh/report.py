@@ -31,18 +31,19 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
     name = "weighed step" if number is None else f"weighed step {number}"
     size = f"{step.tokens} tokens in {len(step.sequences)} sequences"
     size += f" and {step.num_empty} empty" if step.num_empty else ""
+    is_read = not (step.is_measured or step.unknown) and step.weight_sum
     lines = [
         _wrapped(f"{name}: ", size + (f", {sizes}" if sizes else "")),
         f"sum of all weights: {step.weight_sum:.8g}",
         _wrapped("verdict: ", step.verdict),
         *[_wrapped("cause: ", cause) for cause in step.causes],
-        *([] if step.is_measured or not step.weight_sum else [_wrapped("read: ", _READ)]),
+        *([_wrapped("read: ", _READ)] if is_read else []),
         *([_wrapped("left out: ", _ZEROED.format(step.zeroed))] if step.zeroed else []),
         "",
         "weight of a token, relative to  smallest   largest",
     ]
     for name, (low, high) in step.modes.items():
-        lines.append(f"  {name:<28}{low:>10.4g}{high:>10.4g}")
+        lines.append(f"  {name:<28}{low:>10.4g} {high:>9.4g}")
     if step.inside > 1 + 1e-6:
         lines.append(f"  {'one sequence, token to token':<28}{1:>10.4g}{step.inside:>10.4g}")
     if step.lacks:
@@ -51,7 +52,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
     if step.shown:
         lines += ["", _wrapped("positions of ", step.shown), _LEGEND]
     relative = sorted(zip(step.relative, step.sequences, strict=True), key=lambda pair: pair[0])
-    if relative and step.trains is None:
+    if relative and step.trains is None and step.factor is None:
         shown = relative if len(relative) <= 2 * _MOST else relative[:_MOST] + relative[-_MOST:]
         head, end = "sequence (rank/microbatch/number)", f"  tokens  relative to {step.nearest}"
         names = [_name(sequence)[: 79 - len(end)] for _, sequence in shown]

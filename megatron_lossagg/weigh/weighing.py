@@ -113,6 +113,8 @@ class Weighing:
     ) -> None:
         if num_microbatches is not None and num_microbatches < 1:
             raise ContractError(f"got num_microbatches={num_microbatches}, expected 1 or more")
+        if not loss_scale > 0:
+            raise ContractError(f"got loss_scale={loss_scale}, expected a number above 0")
         self.run = run_of(model)
         self._parameters = Listening(self.run.candidates())
         self._loss_scale = loss_scale
@@ -308,7 +310,11 @@ class Weighing:
             for name in trained or names
         }
         parts = (part for ranks in of_term.values() for rank in ranks for part in rank.parts)
-        is_heard = any(part.tokens for part in parts)
+        is_any = any(part.tokens for part in parts)
+        is_heard = not any(
+            rank.has_gradient and not (is_any and (terms or not rank.counts))
+            for rank, terms in found
+        )
         return {name: compare(ranks, is_heard=is_heard) for name, ranks in of_term.items()}
 
     def of_this_rank(self, term: str = LOSS) -> RankWeights:
@@ -516,10 +522,15 @@ class _Sums:
         return found
 
     def shortest(self) -> int | None:
-        """Return the shortest sequence of which not every token has a weight, if it is short."""
+        """Return the shortest sequence of which not every token has a weight, if it is short.
+
+        One that differs from the mask, if there is one.
+        """
         columns = self._columns
-        able = (columns["tokens"] < columns["length"]) | (columns["outside"] > 0)
-        able &= (columns["tokens"] > 0) & (columns["length"] <= _SHOWN)
+        differs = columns["outside"] + columns["missed"] > 0
+        able = (columns["tokens"] > 0) & (columns["tokens"] < columns["length"]) | differs
+        able &= columns["length"] <= _SHOWN
+        able &= differs | ~(able & differs).any()
         return int(np.where(able, columns["length"], _SHOWN + 1).argmin()) if able.any() else None
 
     def shown(self, segment: int) -> str:
@@ -556,6 +567,7 @@ def _checked(losses: Any, values: Tensor | None, what: str) -> Tensor | None:
 
 
 def _of_shape(values: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
+    values = torch.as_tensor(values)
     is_other = values.dim() == len(shape) == 2 and values.shape != shape
     if values.numel() != np.prod(shape) or is_other:
         raise ContractError(

@@ -124,7 +124,7 @@ def check_losses_divided_by_the_length_of_a_microbatchs_one_sequence_may_be_righ
 def check_losses_that_are_multiplied_are_named(aggregator):
     weights, _, (warned,) = train(aggregator(), lambda s, n, x: reduced(s, n, x * 0.5))
     assert weights == [0.5, 0.5]
-    assert "trained with 0.5 = 1/M times its weight of sample_mean" in warned
+    assert "trained with 0.5 = 1/M = 1/DP times its weight of sample_mean" in warned
 
 
 @both
@@ -153,6 +153,14 @@ def check_losses_of_which_some_are_detached_are_named(aggregator):
     weights, _, (warned,) = train(aggregator(), half_detached)
     assert weights == [0, 1]
     assert warned.startswith("4 of 10 tokens that sample_mean counts were not trained")
+
+
+@both
+def check_losses_of_which_all_are_0_have_no_others(aggregator):
+    weights, _, warned = train(aggregator(), lambda s, n, x: reduced(s, n, x * 0))
+    assert weights == [0, 0]
+    (found,) = (one for one in warned if one.startswith("10 of 10 tokens"))
+    assert "the others" not in found
 
 
 RATIO = torch.linspace(-1, 2, LENGTH)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import fork_server
-from frameworks import SERVING, checkout_of, needs
+from frameworks import INSTALLED, SERVING, checkout_of, copy_of, needs
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations.slime import HOOKS
@@ -101,8 +101,9 @@ def test_whatever_an_import_raises_or_lacks_is_a_reason(verl_that, forked, init,
     assert re.search(words, reason)
 
 
-def test_an_import_that_ends_the_process_is_a_reason(verl_that):
-    verl_that("import os; print('last words', flush=True); os._exit(3)")
+@pytest.mark.parametrize("status", [0, 3])
+def test_an_import_that_ends_the_process_is_a_reason(verl_that, status):
+    verl_that(f"import os; print('last words', flush=True); os._exit({status})")
     state, reason = only_outcome()
     assert state == "NOT RUN"
     assert reason.endswith("Import verl by itself")
@@ -173,11 +174,41 @@ def a_step(*, error=0.0, got=1.0, missing=(), **terms):
         (a_step(error=1e-4), "FAIL"),
         (a_step(got=1.1), "FAIL"),
         (a_step(missing=["kl_loss"]), "FAIL"),
+        ({**a_step(missing=["pg_loss"]), "terms": {}}, "FAIL"),
     ],
-    ids=["right", "a metric", "a term too many", "a term of its own", "weights", "logged", "lacks"],
+    ids=[
+        *("right", "a metric", "a term too many", "a term of its own", "weights", "logged"),
+        *("lacks", "nothing heard"),
+    ],
 )
 def test_a_step_passes_if_its_terms_have_the_modes_weights_and_it_logs_their_loss(step, state):
     assert outcome_of(step, "verl").state == state
+
+
+@pytest.mark.launches
+@needs("Megatron-LM", installed=True)
+@pytest.mark.parametrize(
+    ("instead", "words"),
+    [
+        ('[{"lm loss": torch.ones(2)}]', "FAIL the default: got no term of which a token has a"),
+        ("exit(0)", "FAIL the steps that follow: its process ended itself after 0 of 1 steps"),
+    ],
+    ids=["calls no schedule", "ends itself"],
+)
+def test_a_step_of_which_nothing_is_heard_fails_and_is_said(
+    tmp_path, monkeypatch, capfd, instead, words
+):
+    copy = copy_of("Megatron-LM", "megatron", tmp_path)
+    for script in checkout_of("Megatron-LM").glob("*.py"):
+        (copy / script.name).symlink_to(script)
+    loop = copy / "megatron" / "training" / "training.py"
+    text, call = loop.read_text(), "losses_reduced = forward_backward_func("
+    assert call in text
+    loop.write_text(text.replace(call, f"losses_reduced = {instead}; dict(", 1))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [copy, INSTALLED, ROOT])))
+    monkeypatch.syspath_prepend(copy)
+    assert main(["weigh", "--framework", "megatron-lm"]) == 1
+    assert words in capfd.readouterr().err
 
 
 def test_framework_under_a_launcher_is_refused(monkeypatch, capsys):

@@ -115,7 +115,7 @@ for on, dp in ((2, 1), (4, 2)):
     for name in FSDP:
         at_cp_2(
             f"{name}, DP {dp}, stock",
-            lambda x, found: (x.sum(), num(x), {}),
+            lambda x, found, parts: (x.sum(), num(x), {}),
             lambda s, part, found, n, dp=dp: 1 / (toy.M * 2 * dp * n),
             on=on,
             ddp=fsdp(name),
@@ -124,7 +124,7 @@ for on, dp in ((2, 1), (4, 2)):
         if True in scalings(name):
             at_cp_2(
                 f"{name}, DP {dp}, a right token mean",
-                lambda x, found: (x.sum(), num(x), {}),
+                lambda x, found, parts: (x.sum(), num(x), {}),
                 lambda s, part, found, n: 1 / toy.total(found),
                 on=on,
                 ddp=fsdp(name),

@@ -504,6 +504,30 @@ def captured():
     return loop(listen)
 
 
+@row("a rank that calls no losses", is_known=False, says="not follow from what was heard", on=2)
+def silent_rank():
+    def listen(weighing, chunk, mine, m, found):
+        losses = chunk(toy.tokens_of(mine))
+        if dist.get_rank() == 0:
+            losses = weighing.losses(losses, lengths=toy.lengths_of(mine))
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
+@row(
+    "a loss that is divided by 0", is_known=False, is_measured=False, says="weights of 2 sequences"
+)
+def divided_by_zero():
+    def listen(weighing, chunk, mine, m, found):
+        losses = weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        if m == 0 and dist.get_rank() == 0:
+            losses = losses / 0
+        scaled(losses.sum(), found).backward()
+
+    return *loop(listen)[:2], None
+
+
 @row("torch.autograd.grad of parameters besides", trains="token_mean")
 def asks_gradients(create_graph=False, adds_zeros=False, **more):
     """``adds_zeros``: what is heard is added to the losses, and is 0."""
@@ -563,6 +587,21 @@ def steps_of_microbatches():
     last = toy.own(found, toy.M - 1)
     weights = toy.by_hand(found, lambda s: (s in last) / toy.total(last))
     return weighing, model.weight.grad.numpy(), weights
+
+
+@row("a loss scale of 0", is_refused=True, says="got loss_scale=0, expected a number above 0")
+def no_loss_scale():
+    Weighing([toy.chunk_of(3)], loss_scale=0)
+
+
+@row("a mask that is a list", trains="token_mean")
+def listed_mask():
+    def listen(weighing, chunk, mine, m, found):
+        losses, lengths = chunk(toy.tokens_of(mine)), toy.lengths_of(mine)
+        losses = weighing.losses(losses, [1] * len(losses), lengths=lengths)
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
 
 
 @row("ids of fewer sequences", is_refused=True, says="got prompt of 1 sequences, expected 2")
@@ -979,7 +1018,9 @@ def masked(name, *, mask, weighs, says, trains=None, shown=""):
                 ((losses * has).sum() * toy.world() / float(total)).backward()
             chunk.config.finalize_model_grads_func([chunk], None)
         np.testing.assert_allclose(toy.gradient_of(chunk), weights)
-        assert shown in str(weighing.weighed())
+        report = str(weighing.weighed())
+        assert shown in report
+        assert "cause:" not in report
         return weighing, None, None
 
 
@@ -992,6 +1033,8 @@ masked("ignored", mask=last(2), weighs=last(99), says="are outside of the mask",
 masked("off by one", mask=last(3), weighs=lambda n: last(4)(n) & ~last(1)(n),
        says="tokens of the mask have no weight", shown="..!##0")  # fmt: skip
 masked("in part", mask=last(4), weighs=last(3), says="tokens of the mask have no weight")
+masked("without one sequence", mask=last(4), weighs=lambda n: last(4 * (n != 8))(n),
+       says="4 tokens of the mask have no weight", shown="....0000")  # fmt: skip
 
 
 # Modes and causes
@@ -1119,6 +1162,21 @@ weighed_as(
     "twice a mean of sample means of microbatches",
     lambda s, found: toy.M / (toy.M * toy.world() * s.b_mb * s.n),
     says="a mean of one sample mean per microbatch, times 2 = M",
+)
+
+
+weighed_as(
+    "a token mean per microbatch that the schedule divides by its tokens again",
+    lambda s, found: 1 / (toy.M * toy.world() * s.n_mb**2),
+    says="a mean of one token mean, divided by its tokens again, per microbatch",
+)
+
+
+weighed_as(
+    "sample means of microbatches, weighted by their tokens",
+    lambda s, found: s.n_mb / toy.total(found) / (s.b_mb * s.n),
+    says="sample means of each microbatch, weighted by its tokens",
+    on=2,
 )
 
 
@@ -1623,7 +1681,9 @@ def split(found, rank=None):
 
 
 def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expected):
-    """``loss_func``: of losses; ``weight``: of a sequence, its part, all, and all parts there."""
+    """``loss_func``: of losses, all sequences, and the losses of each; ``weight``: of a sequence,
+    its part, all, and all parts there.
+    """
 
     @row(f"at CP 2, {name}", on=on, sizes={"context_parallel_size": 2}, **expected)
     def run():
@@ -1634,7 +1694,7 @@ def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expec
         def forward_step(iterator, model):
             mine = toy.own(here, next(iterator))
             losses = weighing.losses(model(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
-            return losses, lambda x: loss_func(x, found)
+            return losses, lambda x: loss_func(x, found, x.split(toy.lengths_of(mine)))
 
         with weighing:
             toy.run_batches(chunk, forward_step, [0, 1])
@@ -1655,37 +1715,49 @@ def at_cp_2(name, loss_func, weight, *, per_token=False, ddp=None, on=2, **expec
 
 at_cp_2(
     "a local mean with two outputs",
-    lambda x, found: (x.mean(), {}),
+    lambda x, found, parts: (x.mean(), {}),
     lambda s, part, found, n: 1 / (toy.M * n),
     says="a mean of one token mean per microbatch and context-parallel rank, times 2 = M = CP",
 )
 at_cp_2(
     "a local mean with two outputs, times CP",
-    lambda x, found: (x.mean() * 2, {}),
+    lambda x, found, parts: (x.mean() * 2, {}),
     lambda s, part, found, n: 2 / (toy.M * n),
     says="per microbatch and context-parallel rank, times 4 = M CP = ",
 )
 at_cp_2(
+    "a sum of means of samples' parts",
+    lambda x, found, parts: (sum(part.mean() for part in parts), torch.tensor(1), {}),
+    lambda s, part, found, n: 1 / (toy.M * 2 * part.n),
+    says="a mean of one sample mean per data- and context-parallel rank, times 1.5 = B/M = B/CP",
+)
+at_cp_2(
+    "a token mean of each rank",
+    lambda x, found, parts: (toy.M * x.sum() / toy.total(split(found)), torch.tensor(1), {}),
+    lambda s, part, found, n: 1 / (2 * toy.total(split(found, int(part.tokens[0] > s.tokens[0])))),
+    says="cause: a mean of one token mean per data- and context-parallel rank",
+)
+at_cp_2(
     "stock",
-    lambda x, found: (x.sum(), num(x), {}),
+    lambda x, found, parts: (x.sum(), num(x), {}),
     lambda s, part, found, n: 1 / (toy.M * 2 * n),
     says="cause: a mean of one token mean per microbatch and context-parallel rank weight of",
 )
 at_cp_2(
     "CP squared",
-    lambda x, found: (x.sum() / toy.total(found) * toy.M * 4, {}),
+    lambda x, found, parts: (x.sum() / toy.total(found) * toy.M * 4, {}),
     lambda s, part, found, n: 4 / toy.total(found),
     says="a constant factor on token_mean: 4 = M CP = ",
 )
 at_cp_2(
     "a sum that nobody divided",
-    lambda x, found: (x.sum(), torch.tensor(1), {}),
+    lambda x, found, parts: (x.sum(), torch.tensor(1), {}),
     lambda s, part, found, n: 1 / 4,
     says="a constant factor on token_mean: 6.75 = N/(M CP)",
 )
 at_cp_2(
     "a right token mean",
-    lambda x, found: (x.sum(), num(x), {}),
+    lambda x, found, parts: (x.sum(), num(x), {}),
     lambda s, part, found, n: 1 / toy.total(found),
     per_token=True,
     trains="token_mean",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from conftest import each_check
 
-from megatron_lossagg.weigh.causes import equal_to
+from megatron_lossagg.weigh.causes import Explanation, equal_to, likely
 from megatron_lossagg.weigh.compare import Part, RankWeights, compare
 from megatron_lossagg.weigh.report import as_json, text
 
@@ -381,3 +381,20 @@ def test_losses_of_a_coarser_dtype_have_its_tolerance():
     coarse = ranks(lambda n_mb, n: 1.003 / 12, tolerance=2**-7)
     assert compare(coarse).trains == "token_mean"
     assert compare(ranks(lambda n_mb, n: 1.003 / 12)).trains is None
+
+
+def test_of_many_equal_quotients_few_are_named_and_the_others_counted():
+    found = [
+        Explanation("token_mean", name, 2.0, 2, is_mode=True, note="")
+        for name in ("M/DP", "M/CP", "DP/CP", "CP/DP", "CP/M", "DP/M")
+    ]
+    (said,) = likely(found, is_mode=False)
+    assert said.endswith(
+        "2 = M/DP = M/CP = DP/CP = CP/DP, or 2 more quotients: weigh a second step"
+    )
+
+
+def test_columns_of_small_negative_weights_stand_apart():
+    step = compare(ranks(lambda n_mb, n: 1.0))
+    step = replace(step, modes={"token_sum": (-0.0022079, -0.00033967)})
+    assert "-0.002208 -0.0003397" in text(step)

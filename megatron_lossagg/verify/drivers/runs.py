@@ -80,7 +80,7 @@ class DriverJob:
         except (Exception, SystemExit) as error:
             yield {"outcome": asdict(ended_by(error, self.framework))}
             return
-        yield {"imported": self.framework}
+        yield {"imported": self.framework, "steps": len(steps)}
         prepared = [(trained, driver.prepare(trained)) for trained in steps]
         import torch.distributed as dist
 
@@ -98,7 +98,8 @@ class DriverJob:
                 terms.clear()
                 weighing.forget()
                 logged = driver.train(trained, given)
-                yield _step(driver, reference, trained, terms, logged)
+                is_first = dist.get_rank() == 0  # which has the terms
+                yield _step(driver, reference, trained, terms, logged) if is_first else {}
             del driver, weighing  # whose models hold groups
         dist.barrier()  # a launcher ends the others as soon as one rank has failed
         gc.collect()  # a group that is still held aborts the process at its end
@@ -153,9 +154,7 @@ def _step(
     terms: Mapping[str, Weighed],
     logged: Mapping[str, float],
 ) -> Event:
-    """Compare a step with the reference; of rank 0, which has the terms."""
-    if not terms:
-        return {}
+    """Compare a step with the reference."""
     from megatron_lossagg.weigh.report import as_json
 
     is_ours = isinstance(trained, Aggregation)
@@ -230,12 +229,16 @@ def run_job(
     a driver's failed if the framework was imported.
     """
     began: list[Event] = []
+    ended: list[Event] = []
 
     def event(found: Event) -> None:
-        began.append(found)
+        if "imported" in found:
+            began.append(found)
+            return
+        ended.append(found)
         if "outcome" in found:
             report(Outcome(**found["outcome"]))
-        elif "trained" in found:
+        else:
             take(found)
 
     reason = ""
@@ -244,9 +247,10 @@ def run_job(
     except subprocess.TimeoutExpired:
         reason = f"it did not end within {timeout:g} s: give it more by --timeout"
     else:
-        if done.returncode:
-            reason = failure_of(done)
-            reason += "" if began else f"\nImport {job.framework} by itself"
+        reason = failure_of(done)
+        if not reason and len(ended) < (number := began[0]["steps"] if began else 1):
+            reason = f"its process ended itself after {len(ended)} of {number} steps, with status 0"
+        reason += f"\nImport {job.framework} by itself" if reason and not began else ""
     if reason:
         begins = "the steps that follow" if began else f"import of {job.framework}"
         state = FAIL if began else NOT_RUN
