@@ -89,7 +89,10 @@ def test_the_weights_of_a_stock_run_sum_to_1(weigh, case):
     assert found.weight_sum == pytest.approx(1.0, rel=1e-5)
     assert sum(s["weight_sum"] for s in found.sequences) == pytest.approx(1.0, rel=1e-5)
     if "CP2" in case:
-        assert found.causes == ["a mean of one token mean per microbatch and context-parallel rank"]
+        of_each = "per microbatch and context-parallel rank"
+        token, sample = (f"a mean of one {unit} mean {of_each}" for unit in ("token", "sample"))
+        one_sequence_each = kind == "mock"  # then both are one
+        assert found.causes == ([token, f"or {sample}"] if one_sequence_each else [token])
         return
     wanted = by_hand(found.sequences, found.sizes["M"], found.sizes["DP"])
     for sequence, weight in zip(found.sequences, wanted, strict=True):
