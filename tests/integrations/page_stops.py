@@ -343,14 +343,14 @@ def nemo_rl():
             return (*[None] * 6, loss_fn, None, checkpointer, None, config, None, None)
 
         def grpo_train(*given):
-            from megatron_lossagg.integrations._weigh_switch import _weigh
+            from megatron_lossagg.integrations.weigh_rl import _install_once
 
             loss_fn = pickle.loads(pickle.dumps(given[5]))  # as each worker does
             aggregation = vars(loss_fn).get("aggregation")
             reached(
                 aggregation=aggregation and str(aggregation),
                 of=type(loss_fn.loss_fn).__name__,
-                weighs=bool(_weigh.cache_info().currsize),
+                weighs=bool(_install_once.cache_info().currsize),
             )
 
         module.setup, module.grpo_train = setup, grpo_train

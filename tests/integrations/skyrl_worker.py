@@ -64,8 +64,7 @@ from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
 from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.integrations import weigh_rl  # noqa: E402
-from megatron_lossagg.integrations._weigh_skyrl import SCALE  # noqa: E402
-from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
+from megatron_lossagg.integrations.skyrl import SCALE, aggregated  # noqa: E402
 from megatron_lossagg.verify.drivers.skyrl import (  # noqa: E402
     prompt_boundaries,
     worker_of,

@@ -131,7 +131,10 @@ def compare(framework, dtype, cp_size, path):
         bound = 5e-3
     weighed = {}
     weighing = weigh_rollouts.install(
-        framework.hooks.name, steps=1000, report=lambda step, _, term: weighed.update({term: step})
+        framework.hooks.name,
+        steps=1000,
+        reducer=f"{framework.hooks.module}.constant_40",
+        report=lambda step, _, term: weighed.update({term: step}),
     )
     for most_tokens in (1000, 1):  # all of a rank's sequences in one microbatch, or each in its own
         of_size = {"max_tokens_per_gpu": most_tokens, "recompute_loss_function": most_tokens == 1}

@@ -20,8 +20,7 @@ from written_frameworks import RayPPOTrainer, SkyRLBatch, skyrl_config
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import skyrl
-from megatron_lossagg.integrations._weigh_skyrl import SCALE
-from megatron_lossagg.integrations._weigh_switch import WEIGH
+from megatron_lossagg.integrations._shared import WEIGH
 
 MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
@@ -139,9 +138,9 @@ def test_prompt_mean_without_prompts_is_refused():
 def test_a_batch_has_the_weights_for_weighing_where_it_is_asked_for(asked, monkeypatch):
     monkeypatch.setenv(WEIGH, asked)
     out = made()._normalize_advantages(data(), [(0, 2), (2, 4)])
-    assert (SCALE in out) == bool(asked)
+    assert (skyrl.SCALE in out) == bool(asked)
     if asked:
-        assert out[SCALE][:, 0].tolist() == pytest.approx([1 / 4, 1 / 2, 0, 1 / 6])
+        assert out[skyrl.SCALE][:, 0].tolist() == pytest.approx([1 / 4, 1 / 2, 0, 1 / 6])
 
 
 def test_what_cannot_be_weighed_is_refused_as_the_trainer_starts(monkeypatch):

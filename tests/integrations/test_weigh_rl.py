@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import weigh_rl
-from megatron_lossagg.integrations._weigh_switch import WEIGH, is_asked
+from megatron_lossagg.integrations._shared import WEIGH, is_asked
 
 
 @pytest.mark.parametrize(("value", "asks"), [("1", True), ("0", False), ("", False), (None, False)])
