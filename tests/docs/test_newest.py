@@ -78,7 +78,7 @@ def test_the_addresses_are_those_of_the_list_that_the_script_clones(tmp_path):
     )
     assert done.returncode == 2
     named = done.stderr.partition("expected one of:")[2].split()
-    assert {*named} == newest.addresses().keys() - {"verl", "ms-swift"}  # which are installed
+    assert {*named} < newest.addresses().keys()  # of the others a release is installed
 
 
 def test_the_workflow_tries_each():

@@ -23,7 +23,7 @@ def with_stand_ins():
     import tiny_gpt  # noqa: F401  it lets Megatron-Core run on a CPU
     import typing_extensions
 
-    stand_ins.install(stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER)
+    stand_ins.install(stand_ins.of("skyrl", but=stand_ins.RAY))
     typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
 

@@ -39,9 +39,7 @@ import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run 
 from megatron_lossagg.verify.drivers import imports  # noqa: E402
 from megatron_lossagg.verify.drivers import skyrl as skyrl_driver  # noqa: E402
 
-stand_ins.install(
-    stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER
-)
+stand_ins.install(stand_ins.of("skyrl"))
 imports.older_python()
 skyrl_driver.use_cpu()
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from miles_functions import Miles
 from slime_functions import Slime
 from slime_miles_data import GLOBAL_BATCH, ROLLOUTS, arguments, rollout_data
-from written_frameworks import kl_losses
 
 import megatron_lossagg.cpu as cpu
 import megatron_lossagg.cpu.training as cpu_training
@@ -62,7 +61,7 @@ def custom_loss(args, batch, logits, sum_of_sample_mean):
     log_probs = log_p.gather(1, target[is_response][:, None])[:, 0]
     given = {"old": torch.cat(batch["log_probs"]), "advantage": torch.cat(batch["advantages"])}
     policy = framework_step.policy_loss(log_probs, given)
-    kl = kl_losses(log_probs, torch.cat(batch["ref_log_probs"]))
+    kl = framework_step.kl_losses(log_probs, torch.cat(batch["ref_log_probs"]))
     entropy = -(log_p.exp() * log_p).sum(-1)
     if getattr(args, REDUCER) is None:
         pg_loss = sum_of_sample_mean(policy)

@@ -1,9 +1,9 @@
 """Weighing reinforcement learning without its frameworks: what is refused, and what is heard.
 
-Their own code is weighed in ``verl_checks.py``, ``swift_grpo_checks.py``, ``test_skyrl.py``,
-``test_nemo_rl_own.py`` and ``test_areal.py``.
+Their own code is weighed in the tests of each.
 """
 
+import subprocess
 import sys
 import types
 
@@ -23,8 +23,9 @@ def test_the_environment_asks_by_a_value_other_than_0(monkeypatch, value, asks):
 
 
 def test_a_framework_that_is_not_in_the_table_is_refused():
-    with pytest.raises(ContractError, match="got 'trl', expected one of verl, skyrl, nemo-rl"):
-        weigh_rl.install("trl")
+    names = ", ".join(weigh_rl.FRAMEWORKS)
+    with pytest.raises(ContractError, match=f"got 'absent', expected one of {names}"):
+        weigh_rl.install("absent")
 
 
 def test_a_release_that_reduces_its_losses_elsewhere_is_refused(monkeypatch):
@@ -41,3 +42,15 @@ def test_a_release_that_reduces_its_losses_elsewhere_is_refused(monkeypatch):
 def test_a_process_without_the_framework_is_refused(framework):
     with pytest.raises(ContractError, match=f"expected the training of {framework} on Megatron"):
         weigh_rl.install(framework)
+
+
+@pytest.mark.launches
+def test_importing_the_integrations_imports_no_framework():
+    modules = ", ".join(weigh_rl.FRAMEWORKS.values())
+    code = f"import sys\nimport {modules}\nprint(*sys.modules)"
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    roots = {name.partition(".")[0] for name in out.split()}
+    rows = [weigh_rl.importlib.import_module(one).HEARD for one in weigh_rl.FRAMEWORKS.values()]
+    wanted = {row.schedule.partition(".")[0] for row in rows}
+    assert len(wanted) == len(rows)
+    assert not {*wanted, "ray", "megatron"} & roots
