@@ -3,6 +3,7 @@
 Their own code is weighed in the tests of each.
 """
 
+import importlib
 import subprocess
 import sys
 import types
@@ -44,13 +45,22 @@ def test_a_process_without_the_framework_is_refused(framework):
         weigh_rl.install(framework)
 
 
+LOADED = """
+import importlib, sys
+from megatron_lossagg.integrations import weigh_rl
+print(*sys.modules)
+for name in weigh_rl.FRAMEWORKS.values():
+    importlib.import_module(name)
+print(*sys.modules)
+"""
+
+
 @pytest.mark.launches
-def test_importing_the_integrations_imports_no_framework():
-    modules = ", ".join(weigh_rl.FRAMEWORKS.values())
-    code = f"import sys\nimport {modules}\nprint(*sys.modules)"
-    out = subprocess.check_output([sys.executable, "-c", code], text=True)
-    roots = {name.partition(".")[0] for name in out.split()}
-    rows = [weigh_rl.importlib.import_module(one).HEARD for one in weigh_rl.FRAMEWORKS.values()]
-    wanted = {row.schedule.partition(".")[0] for row in rows}
-    assert len(wanted) == len(rows)
-    assert not {*wanted, "ray", "megatron"} & roots
+def test_importing_the_integrations_imports_no_framework_and_listening_no_integration():
+    out = subprocess.check_output([sys.executable, "-c", LOADED], text=True)
+    of_listening, of_all = map(str.split, out.splitlines())
+    assert not {*weigh_rl.FRAMEWORKS.values()} & {*of_listening}
+    rows = [importlib.import_module(name).HEARD for name in weigh_rl.FRAMEWORKS.values()]
+    frameworks = {row.schedule.partition(".")[0] for row in rows}
+    assert len(frameworks) == len(rows)
+    assert not {*frameworks, "ray", "megatron"} & {name.partition(".")[0] for name in of_all}
