@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> object:
-    """Answer a loader that splits ``megatron_lossagg.integrations.slime:f`` at its last dot."""
+    """Answer a loader that splits ``megatron_lossagg.integrations.NAME:f`` at its last dot."""
     message = f"module {__name__!r} has no attribute {name!r}"
     if ":" in name:
         dotted = f"{__name__}.{name.replace(':', '.')}"

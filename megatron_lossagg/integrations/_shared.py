@@ -1,5 +1,7 @@
 """What several integrations share: refusals, a hook by its name, segments of a mask, groups.
 
+Trainers without Megatron import this: it imports none.
+
 The groups of ``balanced``, arXiv 2605.04077, are a prompt's samples by the sign of their advantage.
 Samples whose advantage is 0 are neither of the paper's two subsets: they are a third group, so that
 they change no weight of the other two.
@@ -11,6 +13,7 @@ import atexit
 import functools
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +32,19 @@ from megatron_lossagg.errors import ContractError, PlanError, say
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.sequences import Sequences
+
+WEIGH = "LOSSAGG_WEIGH"
+"""The environment variable that weighs the first step, of a framework's own reduction too."""
+
+
+def is_asked() -> bool:
+    """Whether this process was asked to weigh."""
+    return os.environ.get(WEIGH, "0") not in ("", "0")
+
+
+def variables() -> dict[str, str]:
+    """Return what a process that this one starts has to find in its environment."""
+    return {WEIGH: os.environ[WEIGH]} if is_asked() else {}
 
 
 @cache

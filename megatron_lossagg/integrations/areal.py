@@ -10,7 +10,8 @@ engines of the classes below, which its workers import by name; the aggregation 
 environment variables. A call of ``train_batch`` is one optimizer step.
 Sources: AReaL 4aef98d8 ``MegatronEngine.train_batch``, ``_compute_logprobs_and_loss``,
 ``compute_total_loss_weight``, ``PPOActor.ppo_update``, ``grpo_loss_fn``, ``LMEngine.train_lm``,
-``PPOTrainer._create_train_engine``, ``SFTTrainer._create_actor``.
+``PPOTrainer._create_train_engine``, ``SFTTrainer._create_actor``, ``ppo_actor_loss_fn``,
+``reassemble_cp_packed_logprobs``.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.integrations._shared import announce, imported, not_a_mask, replaced
-from megatron_lossagg.integrations._weigh_switch import (
+from megatron_lossagg.integrations._shared import (
     WEIGH,
+    announce,
+    imported,
     is_asked,
+    not_a_mask,
+    replaced,
     variables,
-    weigh_if_asked,
 )
+from megatron_lossagg.integrations.weigh_rl import Reduction, Where, weigh_if_asked
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.loop.step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
@@ -330,3 +334,21 @@ def _of_environment() -> Aggregation:
             "actor.scheduling_spec: make the trainer with aggregated(PPOTrainer, Aggregation(...))"
         )
     return aggregation
+
+
+HEARD = Where(
+    "areal.engine.megatron_engine",
+    [
+        Reduction(
+            *("areal.trainer.ppo.actor", "ppo_actor_loss_fn", "pg_loss", "loss_mask"),
+            how="inside",
+            cu_seqlens="cu_seqlens",
+            scale=SCALE,
+        )
+    ],
+    sums_gradients=True,
+    batch="input_data",
+    ids=ids_of,
+    column=PROMPT,
+)
+"""The function by which the policy loss is weighed."""

@@ -34,6 +34,7 @@ from megatron_lossagg.integrations.ms_swift import (
     installed,
     trainer_class,
 )
+from megatron_lossagg.integrations.weigh_rl import Reduction, Where
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.schedule_hook import FrameworkLoss, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
@@ -317,3 +318,21 @@ def install(
     As :func:`megatron_lossagg.integrations.ms_swift.install`, but ``prompt_mean`` is possible.
     """
     return installed(aggregation, GRPOIntegration(trains=aggregation is not None), options)
+
+
+HEARD = Where(
+    "swift.megatron.trainers.base",
+    [
+        Reduction(
+            *(_MODULE, "MegatronGRPOTrainer.loss_func"),
+            *("per_token_loss", "completion_mask", "inside"),
+        ),
+        Reduction(__name__, "GRPOIntegration.loss", "losses", None, "returned"),
+    ],
+    sums_gradients=False,
+    has_names=False,
+)
+"""The functions by which its loss is weighed, ms-swift's and ours.
+
+Sources: ms-swift 4.6.0 ``MegatronGRPOTrainer.loss_func``, ``reconstruct_tensor_cp``.
+"""

@@ -25,7 +25,8 @@ by, and each sequence's loss is multiplied by w_s N or w_s B, which need no coun
 A sequence whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
 ``samples_per_step`` to count such sequences too. A mask that is not 0 or 1 is refused. Sources:
 NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``NLLLossFn``, ``MseValueLossFn``, ``DistillationLossFn``,
-``SequencePackingLossWrapper``, ``process_global_batch``, ``finish_train_step``.
+``SequencePackingLossWrapper``, ``process_global_batch``, ``finish_train_step``, ``masked_mean``,
+``AllGatherCPTensor``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._shared import announce, not_a_mask
-from megatron_lossagg.integrations._weigh_switch import PassedLoss
+from megatron_lossagg.integrations.weigh_rl import Reduction, Where, weigh_if_asked
 from megatron_lossagg.loop.step import say_counted, say_empty
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.integers import is_integer
@@ -69,6 +70,15 @@ _EPSILON = 1e-8
 _LIKE_THE_LOSS = ("loss", "kl_penalty")
 """Metrics that NeMo-RL aggregates like the gradient."""
 _EXTREMA = ("_min", "_max")
+
+HEARD = Where(
+    "nemo_rl.models.megatron.train",
+    [Reduction("nemo_rl.algorithms.loss.loss_functions", "masked_mean", "values", None)],
+    sums_gradients=True,
+    has_names=False,
+    is_by_call=True,
+)
+"""The function by which its terms are weighed."""
 
 
 def aggregated(
@@ -181,6 +191,31 @@ def _check_split_steps(
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+class PassedLoss:
+    """A loss function that the trainer passes to its workers, as it is.
+
+    A worker is asked to weigh by its environment, and listens before the loss function is called:
+    where it is unpickled.
+    """
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        weigh_if_asked("nemo-rl")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what NeMo-RL asks of a loss before it calls it: the wrapped loss's."""
+        if name == "loss_fn" or name.startswith("__"):  # not set yet, while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.loss_fn, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss function's value and metrics."""
+        return self.loss_fn(*args, **kwargs)
 
 
 @dataclass(eq=False)

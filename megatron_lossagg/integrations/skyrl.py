@@ -20,6 +20,10 @@ A group of ``balanced`` is a prompt's samples with one sign of these advantages.
 SFT has an entry point of its own: ``aggregated_sft(SFTTrainer, Aggregation("sample_mean"))``. There
 SkyRL divides the loss mask by N when it collates a batch; the mask leaves as ``m_t * w_s``.
 
+To weigh it, the trainer leaves what it multiplied into advantages in the batch, column ``SCALE``,
+with ids of its sequences, ``IDS``; the worker copies no column that it does not know into its
+microbatches, and is made to here.
+
 A mini-batch is one optimizer step; the trainer has all of it, so counting needs no collective.
 Afterwards SkyRL multiplies the sum by M DP, and Megatron by CP / M. KL and entropy stay as they
 are in SkyRL: means of each microbatch; a patch of ``docs/integrations/patches`` changes it. The
@@ -27,15 +31,18 @@ loss of MTP heads (a draft model) stays SkyRL's too, with or without the patch, 
 Sources: SkyRL a9564572 and 0.4.0 ``RayPPOTrainer.train``, ``_normalize_advantages``,
 ``apply_loss_reduction_to_advantages_minibatch``, ``ppo_critic_loss``, ``loss_func`` of
 ``MegatronModelWrapper.forward_backward_mini_batch``; a9564572 ``SFTTrainer``,
-``DefaultCollator``, ``PackedDataCollator``.
+``DefaultCollator``, ``PackedDataCollator``, ``RayPPOTrainer.build_models``, ``reduce_loss``,
+``BaseBatchIterator.batch_to_experience``, ``MegatronPolicyWorkerBase.forward_backward``,
+``AllGatherPackedCPTensor``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,22 +51,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.integrations._shared import advantage_groups, not_a_mask, replaced
-from megatron_lossagg.integrations._weigh_skyrl import IDS, SCALE, column_of, weighing_actor
-from megatron_lossagg.integrations._weigh_switch import WEIGH, is_asked, variables
+from megatron_lossagg.integrations import weigh_rl
+from megatron_lossagg.integrations._shared import (
+    WEIGH,
+    advantage_groups,
+    imported,
+    is_asked,
+    not_a_mask,
+    replaced,
+    variables,
+)
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.weigh.listen import own
 
 LAST_STEPS = "loss_aggregation_is_last_step"
 """Where the batch keeps ``is_last_step``, which SkyRL's synchronous loop drops."""
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _VERSIONS = "use skyrl 0.3.0, 0.4.0 or a9564572"
+SCALE = "loss_aggregation_scale"
+"""Column of a batch, ``[sequences, 1 or s]``: what advantages were multiplied by."""
+IDS = "loss_aggregation_ids"
+"""Column of a batch, int64 ``[sequences, 3]``: sample, prompt and group, -1 if not known."""
+_KINDS = ("sample", "prompt", "group")
+_TRAIN = "skyrl.backends.skyrl_train"
+_WRAPPER = f"{_TRAIN}.workers.megatron.megatron_model_wrapper"
 
 
 @dataclass(eq=False)
@@ -451,3 +474,128 @@ def _train(cfg: Any, aggregation: Aggregation | None) -> None:
             return aggregated(RayPPOTrainer, aggregation)(**arguments)
 
     Experiment(cfg).run()
+
+
+def column_of(num: int, **ids: Sequence[Hashable] | None) -> Tensor:
+    """Return ``IDS`` of so many sequences, from ids that may be anything, by their kind."""
+    made = torch.full((num, len(_KINDS)), -1)
+    for number, kind in enumerate(_KINDS):
+        of_kind = ids.get(kind)
+        if of_kind is not None and len(of_kind) == num:
+            first: dict[Hashable, int] = {}
+            made[:, number] = torch.tensor([first.setdefault(one, len(first)) for one in of_kind])
+    return made
+
+
+def ids_of(batch: Any, first: Sequence[int]) -> dict[str, Any]:
+    """Return the ids of a microbatch's sequences, for weighing."""
+    columns = batch[IDS].T.tolist() if IDS in batch else []
+    return {
+        kind: [None if one < 0 else one for one in column]
+        for kind, column in zip(_KINDS, columns, strict=False)
+        if max(column) >= 0
+    }
+
+
+def weighing_actor(actor: Any, aggregation: Any = None) -> Any:
+    """Return a Ray actor class of SkyRL's Megatron policy worker, whose process is weighed.
+
+    ``aggregation``: the trainer's, None for SkyRL's own.
+    """
+    import ray
+
+    return ray.remote(num_gpus=1)(weighed_worker(actor.__ray_actor_class__, aggregation))
+
+
+def weighed_worker(worker: Any, aggregation: Any = None) -> Any:
+    """Return a subclass of a policy worker that weighs the first step of its process."""
+
+    class WeighedPolicyWorker(worker):  # type: ignore[misc]
+        """SkyRL's policy worker; it listens before it builds a model."""
+
+        def init_model(self, *args: Any, **kwargs: Any) -> Any:
+            own[:] = [] if aggregation is None else [aggregation]
+            weigh_rl.install("skyrl")
+            return super().init_model(*args, **kwargs)
+
+    return WeighedPolicyWorker
+
+
+def carry() -> None:
+    """Let this process's workers copy ``SCALE`` into the microbatches that they train.
+
+    Where a policy batch lacks it, a worker then raises :class:`ContractError`.
+    """
+    expected = f"SkyRL's Megatron workers: {_VERSIONS}"
+    utils = imported(f"{_TRAIN}.workers.worker_utils", expected=expected)
+    iterator = utils.BaseBatchIterator
+    wrapper = imported(_WRAPPER, expected=expected).MegatronModelWrapper
+    convert, run = iterator.batch_to_experience, wrapper.forward_backward_mini_batch
+    heard: list[tuple[Tensor | None, Tensor | None]] = []
+    """Both columns of the microbatches that were made since the last step."""
+
+    @functools.wraps(convert)
+    def batch_to_experience(batch: Mapping[str, Any]) -> Any:
+        heard.append((batch.get(SCALE), batch.get(IDS)))
+        return convert(batch)
+
+    @functools.wraps(run)
+    def forward_backward_mini_batch(
+        self: Any, micro_batches: Sequence[MutableMapping[str, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        columns = heard[-len(micro_batches) :]
+        heard.clear()
+        if not kwargs.get("forward_only", False):
+            _put(micro_batches, columns)
+        return run(self, micro_batches, *args, **kwargs)
+
+    iterator.batch_to_experience = staticmethod(batch_to_experience)
+    wrapper.forward_backward_mini_batch = forward_backward_mini_batch
+
+
+def _put(
+    micro_batches: Sequence[MutableMapping[str, Any]],
+    columns: Sequence[tuple[Tensor | None, Tensor | None]],
+) -> None:
+    """Put the columns into the microbatches of a policy; 0 and -1 for sequences that SkyRL has
+    added.
+    """
+    for microbatch, (scale, ids) in zip(micro_batches, columns, strict=True):
+        if microbatch.get("sub_seq_lengths") is not None:
+            raise ContractError(
+                "got rows of several sequences, expected one in a row, since rows are weighed: "
+                "set use_sequence_packing=false"
+            )
+        advantages = microbatch["advantages"]
+        if advantages is None:  # SFT, whose loss mask has the weights
+            continue
+        if scale is None and not microbatch.get("is_padding_batch", False):
+            raise ContractError(
+                "got a batch without what SkyRL's trainer multiplied advantages by, expected the "
+                f"column {SCALE}: set LOSSAGG_WEIGH=1 for our entry point, or make the trainer "
+                "with aggregated(RayPPOTrainer, None)"
+            )
+        if scale is None:
+            scale = advantages.new_zeros(0, 1)
+        added = len(advantages) - len(scale)
+        microbatch[SCALE] = pad(scale, (0, 0, 0, added))
+        if ids is None:
+            ids = torch.full((len(scale), len(_KINDS)), -1)
+        microbatch[IDS] = pad(ids, (0, 0, 0, added), value=-1)
+
+
+HEARD = weigh_rl.Where(
+    _WRAPPER,
+    [
+        weigh_rl.Reduction(
+            *(f"{_TRAIN}.utils.ppo_utils", "reduce_loss", "loss", "loss_mask"), scale=SCALE
+        ),
+        weigh_rl.Reduction(_WRAPPER, "masked_mean", "tensor", "mask"),
+    ],
+    sums_gradients=False,
+    ids=ids_of,
+    column=IDS,
+    reduces=(_WRAPPER, "MegatronModelWrapper.run_pending_grad_sync"),
+    prepare=carry,
+)
+"""The functions by which its terms are weighed; those of the policy loss are in ``SCALE``."""

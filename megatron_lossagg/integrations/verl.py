@@ -62,7 +62,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._shared import advantage_groups, replaced
-from megatron_lossagg.integrations._weigh_switch import weigh_if_asked
+from megatron_lossagg.integrations.weigh_rl import Reduction, Where, weigh_if_asked
 from megatron_lossagg.loop.step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.exchange import together
@@ -585,3 +585,17 @@ def with_plan(
     tell(plan, None, sequences)
     with _aggregated(_Microbatch(plan, sequences, dp_size)):
         return loss_function(**arguments)
+
+
+_LOSSES = ("trainer.ppo.core_algos", "workers.utils.losses", "trainer.distillation.losses")
+
+HEARD = Where(
+    "verl.workers.engine.megatron.transformer_impl",
+    [
+        *(Reduction(f"verl.{name}", "agg_loss", "loss_mat", "loss_mask") for name in _LOSSES),
+        Reduction(__name__, "_Microbatch.agg_loss", "loss_mat", "loss_mask"),
+    ],
+    sums_gradients=False,
+    names=names_of,
+)
+"""The functions by which its terms are weighed."""

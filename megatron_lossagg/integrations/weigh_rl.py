@@ -1,4 +1,4 @@
-"""Weigh verl, SkyRL, NeMo-RL, AReaL and ms-swift: which weight each token gets, in each term.
+"""Weigh a framework's reinforcement learning: which weight each token gets, in each term.
 
 ``LOSSAGG_WEIGH=1`` in the environment, with our integration of all but ms-swift. Or in the process
 that trains, before its first step::
@@ -7,18 +7,14 @@ that trains, before its first step::
 
     weigh_rl.install("ms-swift")
 
-The first training step is weighed, and rank 0 prints a report for each term of the loss. Their
-code runs as it is: one function of each gets the per-token losses, and ``FRAMEWORKS`` says which.
+The first training step is weighed, and rank 0 prints a report for each term of the loss. The
+framework's code runs as it is: one function of it gets the per-token losses, and ``HEARD`` of its
+integration says which.
 
 With context parallelism every rank has the losses of whole sequences. Each rank hears every CP-th
 of them. What a rank's gradient is worth depends on how a framework gathers log-probabilities: if
 only a rank's own have a gradient, the weight is what one rank hears; if the gather sums gradients
 over the ranks, CP times as much.
-
-Sources: verl 0.9.1 ``agg_loss``, ``postprocess_thd_engine``; SkyRL a9564572 ``reduce_loss``,
-``AllGatherPackedCPTensor``; NeMo-RL ``masked_mean``, ``AllGatherCPTensor``; AReaL 4aef98d8
-``ppo_actor_loss_fn``, ``reassemble_cp_packed_logprobs``; ms-swift 4.6.0
-``MegatronGRPOTrainer.loss_func``, ``reconstruct_tensor_cp``.
 """
 
 from __future__ import annotations
@@ -26,10 +22,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import linecache
 import operator
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +39,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations import _weigh_skyrl, areal
-from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term
-from megatron_lossagg.integrations.verl import names_of
-from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
+from megatron_lossagg.integrations._shared import is_asked, replaced
+from megatron_lossagg.integrations.weigh_script import Report, ScriptWeighing, rebind_schedule
 from megatron_lossagg.weigh.compare import Weighed
+from megatron_lossagg.weigh.listen import is_in_backward
+from megatron_lossagg.weigh.report import text
 from megatron_lossagg.weigh.weighing import Weighing
 
 
@@ -90,74 +91,107 @@ class Where(NamedTuple):
     """What it needs in this process beforehand."""
 
 
+_ASSIGNED = re.compile(r"\s*(\w+)\s*=[^=]")
+_Site = tuple[str, int]
+_LINES = 4
+"""How many lines above a call its assignment may begin."""
 _SCALE = "what losses were multiplied by"
-_OURS, _SKYRL = "megatron_lossagg.integrations", "skyrl.backends.skyrl_train"
-_SKYRL_WORKER = f"{_SKYRL}.workers.megatron.megatron_model_wrapper"
-_SWIFT = "swift.megatron.trainers"
 
-FRAMEWORKS: Mapping[str, Where] = {
-    "verl": Where(
-        "verl.workers.engine.megatron.transformer_impl",
-        [
-            Reduction("verl.trainer.ppo.core_algos", "agg_loss", "loss_mat", "loss_mask"),
-            Reduction("verl.workers.utils.losses", "agg_loss", "loss_mat", "loss_mask"),
-            Reduction("verl.trainer.distillation.losses", "agg_loss", "loss_mat", "loss_mask"),
-            Reduction(f"{_OURS}.verl", "_Microbatch.agg_loss", "loss_mat", "loss_mask"),
-        ],
-        sums_gradients=False,
-        names=names_of,
-    ),
-    "skyrl": Where(
-        _SKYRL_WORKER,
-        [
-            Reduction(
-                *(f"{_SKYRL}.utils.ppo_utils", "reduce_loss", "loss", "loss_mask"),
-                scale=_weigh_skyrl.SCALE,
-            ),
-            Reduction(_SKYRL_WORKER, "masked_mean", "tensor", "mask"),
-        ],
-        sums_gradients=False,
-        ids=_weigh_skyrl.ids_of,
-        column=_weigh_skyrl.IDS,
-        reduces=(_SKYRL_WORKER, "MegatronModelWrapper.run_pending_grad_sync"),
-        prepare=_weigh_skyrl.carry,
-    ),
-    "nemo-rl": Where(
-        "nemo_rl.models.megatron.train",
-        [Reduction("nemo_rl.algorithms.loss.loss_functions", "masked_mean", "values", None)],
-        sums_gradients=True,
-        has_names=False,
-        is_by_call=True,
-    ),
-    "areal": Where(
-        "areal.engine.megatron_engine",
-        [
-            Reduction(
-                *("areal.trainer.ppo.actor", "ppo_actor_loss_fn", "pg_loss", "loss_mask"),
-                how="inside",
-                cu_seqlens="cu_seqlens",
-                scale=areal.SCALE,
-            )
-        ],
-        sums_gradients=True,
-        batch="input_data",
-        ids=areal.ids_of,
-        column=areal.PROMPT,
-    ),
-    "ms-swift": Where(
-        f"{_SWIFT}.base",
-        [
-            Reduction(
-                *(f"{_SWIFT}.grpo_trainer", "MegatronGRPOTrainer.loss_func"),
-                *("per_token_loss", "completion_mask", "inside"),
-            ),
-            Reduction(f"{_OURS}.ms_swift_grpo", "GRPOIntegration.loss", "losses", None, "returned"),
-        ],
-        sums_gradients=False,
-        has_names=False,
-    ),
+FRAMEWORKS: dict[str, str] = {
+    "verl": f"{__package__}.verl",
+    "skyrl": f"{__package__}.skyrl",
+    "nemo-rl": f"{__package__}.nemo_rl",
+    "areal": f"{__package__}.areal",
+    "ms-swift": f"{__package__}.ms_swift_grpo",
 }
-"""What is heard of each framework, and under a mode of ours."""
+"""The integration of each framework, whose ``HEARD`` is a :class:`Where`."""
+
+
+class TermsWeighing(ScriptWeighing):
+    """Weighs each term of a loss; one for a run."""
+
+    def __init__(self, steps: int, *, report: Report) -> None:
+        super().__init__(1, steps, stop=False, report=report)
+        self._listening: Weighing | None = None
+        self._microbatch, self._is_new = -1, False
+        """The microbatch, and whether nothing of the next one has been heard."""
+        self._sites: Counter[_Site] = Counter()
+        """How often each place has reduced losses in this microbatch."""
+        self._frame: Any = None
+        """Of the last call, while a step is weighed."""
+        self._terms: dict[str, list[tuple[_Site, int]]] = {}
+        """Of each name, the places and their orders, each of which is a term."""
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether losses that are reduced now are trained by a step that is weighed."""
+        return self._listening is not None and torch.is_grad_enabled()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hear nothing for a while."""
+        with replaced(self, _listening=None):
+            yield
+
+    def hear(
+        self,
+        losses: Tensor,
+        mask: Tensor | None,
+        *,
+        lengths: Sequence[int],
+        frame: Any,
+        prompt: Sequence[Hashable] = (),
+        is_by_call: bool = False,
+        **more: Any,
+    ) -> Tensor:
+        """Hear a term's losses of this rank's response tokens, if a step is weighed.
+
+        ``frame``: what reduces them. ``prompt``: of each sequence, None of padding; each other one
+        is a sample, if there is no ``sample``. ``is_by_call``: another call of the function
+        whose frame it is has further sequences of the same terms.
+        """
+        if self._listening is None or not self.is_listening:
+            return losses
+        if is_in_backward():  # recomputed, of any microbatch
+            more |= {"term": term_of(frame)}
+        else:
+            if self._is_new:
+                self._microbatch, self._is_new = self._microbatch + 1, False
+                self._sites.clear()
+            if is_by_call and frame is not self._frame:
+                self._sites.clear()
+                self._frame = frame
+            more |= {"term": self._term(frame), "microbatch": self._microbatch}
+            if prompt:
+                place = self._listening.run.place.dp_rank, self._microbatch
+                each = [None if one is None else (*place, n) for n, one in enumerate(prompt)]
+                more = {"sample": each, "prompt": prompt, **more}
+        return self._listening.losses(losses, mask, lengths=lengths, **more)
+
+    def _term(self, frame: Any) -> str:
+        """Name a term: a place that reduces losses, and its order in the microbatch."""
+        site, name = (frame.f_code.co_filename, frame.f_lineno), term_of(frame)
+        self._sites.update([site])
+        places = self._terms.setdefault(name, [])
+        if (place := (site, self._sites[site])) not in places:
+            places.append(place)
+        number = places.index(place) + 1
+        return name if number == 1 else f"{name} {number}"
+
+    def _listen(
+        self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
+    ) -> Any:
+        step = call["forward_step_func"]
+        self._microbatch = -1
+        self._terms.clear()
+
+        @functools.wraps(step)
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            self._is_new = True
+            return step(*args, **kwargs)
+
+        with replaced(self, _listening=weighing, _frame=None):
+            return schedule(**{**call, "forward_step_func": forward_step})
 
 
 class _Weighing(TermsWeighing):
@@ -274,15 +308,33 @@ class _Weighing(TermsWeighing):
         return None
 
 
+def print_term(step: Weighed, number: int, term: str) -> None:
+    """Print the report of a term."""
+    print(f"term {term}\n{text(step, number=number, advises=False)}", flush=True)
+
+
+def term_of(frame: Any) -> str:
+    """Name a term as the framework's line does: ``kl_loss = sum_of_sample_mean(kl)``.
+
+    Frameworks pass no name. It is a heading only: which losses are one term is their place and
+    order in the microbatch, and a line that assigns nothing is called ``loss``.
+    """
+    code, line = frame.f_code, frame.f_lineno
+    for number in range(line, max(line - _LINES, code.co_firstlineno), -1):
+        if found := _ASSIGNED.match(linecache.getline(code.co_filename, number)):
+            return found[1]
+    return "loss"
+
+
 def install(framework: str, *, steps: int = 1, report: Report = print_term) -> TermsWeighing:
     """Listen in a framework's training in this process; call it before the first step.
 
     ``steps``: how many training steps are weighed. Raises :class:`ContractError` for a framework
-    that has no function of ``FRAMEWORKS``.
+    without an integration in ``FRAMEWORKS``, or whose release has none of the functions of its row.
     """
     if framework not in FRAMEWORKS:
         raise ContractError(f"got {framework!r}, expected one of {', '.join(FRAMEWORKS)}")
-    where = FRAMEWORKS[framework]
+    where: Where = importlib.import_module(FRAMEWORKS[framework]).HEARD
     weighing = _Weighing(where, steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=f"the training of {framework} on Megatron")
     where.prepare()
@@ -291,10 +343,24 @@ def install(framework: str, *, steps: int = 1, report: Report = print_term) -> T
         setattr(owner, name, _reducing(weighing, stock))
         weighing.is_reduced_later = True
     found = [row.module for row in where.reductions if _listens(weighing, row)]
-    if not any(not name.startswith(_OURS) for name in found):
+    if not any(not name.startswith(f"{__package__}.") for name in found):
         wanted = ", ".join(f"{row.module}.{row.function}" for row in where.reductions)
         raise ContractError(f"got a {framework} without one of {wanted}: use a tested release")
     return weighing
+
+
+def weigh_if_asked(framework: str) -> None:
+    """Listen in the training of this process if it was asked to; a second call does nothing.
+
+    Raises :class:`ContractError` where :func:`install` does.
+    """
+    if is_asked():
+        _install_once(framework)
+
+
+@cache
+def _install_once(framework: str) -> None:
+    install(framework)
 
 
 def _method(module: str, function: str) -> tuple[Any, str, Any] | None:

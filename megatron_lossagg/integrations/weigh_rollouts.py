@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import linecache
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +26,11 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._rollouts import requested
-from megatron_lossagg.integrations._weigh_terms import TermsWeighing, print_term
-from megatron_lossagg.integrations.weigh_script import rebind_schedule
+from megatron_lossagg.integrations._rollouts import REDUCER, requested
+from megatron_lossagg.integrations.weigh_rl import TermsWeighing, print_term
+from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.weigh.compare import Weighed
 
 _MAKER = "get_sum_of_sample_mean"
 _LOADER = "load_function"
@@ -72,11 +70,12 @@ def miles(args: Any) -> None:
 
 
 def install(
-    framework: str, *, steps: int = 1, report: Callable[[Weighed, int, str], None]
+    framework: str, *, steps: int = 1, reducer: str | None = None, report: Report
 ) -> TermsWeighing:
     """Listen in a framework's training in this process; call it before the first step.
 
-    ``steps``: how many training steps are weighed.
+    ``steps``: how many training steps are weighed. ``reducer``: the path of a custom reducer of the
+    policy loss, if the arguments have one.
     """
     where, expected = _FRAMEWORKS[framework], f"{framework}'s Megatron backend"
     weighing = TermsWeighing(steps, report=report)
@@ -85,30 +84,31 @@ def install(
         module = importlib.import_module(name)
         for function in (_MAKER, _LOADER):
             if hasattr(module, function):
-                wrap = _heard_maker if function == _MAKER else _heard_loader
-                setattr(module, function, wrap(weighing, getattr(module, function)))
+                stock = getattr(module, function)
+                heard = (
+                    _heard_maker(weighing, stock)
+                    if function == _MAKER
+                    else _heard_loader(weighing, stock, reducer)
+                )
+                setattr(module, function, heard)
     return weighing
 
 
 def _begin(framework: str, args: Any) -> None:
     if requested(args, framework).loss_aggregation is not None:
         importlib.import_module(_FRAMEWORKS[framework].hooks).check(args)
-    install(framework, report=print_term)
+    install(framework, reducer=getattr(args, REDUCER, None), report=print_term)
 
 
-def _heard_loader(weighing: TermsWeighing, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Hear what a custom reducer of the policy loss gets, which the framework loads by its path.
-
-    It loads other functions so too, of other arguments. What this one is for stands in the calling
-    line only: ``load_function(args.custom_pg_loss_reducer_function_path)``. Of one that is missed
-    no policy loss is reported.
-    """
+def _heard_loader(
+    weighing: TermsWeighing, load: Callable[..., Any], reducer: str | None
+) -> Callable[..., Any]:
+    """Hear what a custom reducer of the policy loss gets, which the framework loads by its path."""
 
     @functools.wraps(load)
     def loaded(path: str, *args: Any, **kwargs: Any) -> Any:
         function = load(path, *args, **kwargs)
-        caller = linecache.getline(*_caller(sys._getframe(1)))
-        return _heard_maker(weighing, function) if "reducer" in caller else function
+        return _heard_maker(weighing, function) if path == reducer else function
 
     return loaded
 
@@ -153,7 +153,3 @@ def _slice(given: dict[str, Any]) -> tuple[Tensor, Sequence[int]]:
     masks = given["loss_masks"]
     mask = torch.cat([*masks]) if len(masks) else torch.zeros(0)
     return mask[moved(layout.positions, mask.device)], layout.local_lengths.tolist()
-
-
-def _caller(frame: Any) -> tuple[str, int]:
-    return frame.f_code.co_filename, frame.f_lineno

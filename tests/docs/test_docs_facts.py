@@ -197,10 +197,10 @@ def test_the_page_of_names_is_what_the_code_prints():
 
 
 def test_what_ran_names_the_releases_that_the_tests_fetch_and_install():
-    """The page says which, the scripts fetch them; Megatron-LM's commit is its tag there."""
+    """The page says which, the list has them; Megatron-LM's commit is its tag there."""
     page = (DOCS / "evidence.md").read_text()
-    script = (ROOT / "tools" / "fetch_frameworks.sh").read_text()
-    fetched = dict(re.findall(r'^    "(\S+) \S+ ([0-9a-f]{40})"$', script, re.M))
+    listed = (ROOT / "tools" / "frameworks.txt").read_text()
+    fetched = dict(re.findall(r"^(\S+) \S+ ([0-9a-f]{40})$", listed, re.M))
     assert fetched.pop("Megatron-LM").startswith("55ac7082")
     for name, commit in fetched.items():
         assert commit[:8] in page, name

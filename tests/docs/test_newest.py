@@ -4,6 +4,8 @@
 """
 
 import ast
+import os
+import subprocess
 
 import newest
 import pytest
@@ -63,6 +65,20 @@ def test_every_framework_that_verify_runs_is_tried():
     ] == []
     assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.POLICY_LOSS_REGISTRY"}
     assert newest.names_of(("areal",)) >= {"areal.engine.megatron_engine"}
+
+
+def test_the_addresses_are_those_of_the_list_that_the_script_clones(tmp_path):
+    wanted = {one.folder for one in newest.NEWEST.values()}
+    assert wanted | {"Megatron-LM", "Megatron-LM-dev"} == newest.addresses().keys()
+    done = subprocess.run(
+        [newest.ROOT / "tools" / "fetch_frameworks.sh", "absent"],
+        env={**os.environ, "FRAMEWORKS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    named = done.stderr.partition("expected one of:")[2].split()
+    assert {*named} < newest.addresses().keys()  # of the others a release is installed
 
 
 def test_the_workflow_tries_each():

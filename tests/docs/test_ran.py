@@ -60,6 +60,6 @@ def test_a_file_of_tests_is_written_with_the_commits_of_the_checkouts_that_it_na
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=a"], check=True)
     head = subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
     assert ran.release_of("tests/integrations/test_slime.py") == f"slime {head}"
-    assert ran.release_of("tests/integrations/test_pg_loss_reducer.py") == ""  # needs none
+    assert ran.release_of("tests/integrations/test_slime_miles_reducer.py") == ""  # needs none
     monkeypatch.delenv("FRAMEWORKS_DIR")
     assert ran.release_of("tests/integrations/test_slime.py") == ""

@@ -6,4 +6,4 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
 
 import stand_ins
 
-stand_ins.install(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.AREAL)
+stand_ins.install(stand_ins.of("areal"))

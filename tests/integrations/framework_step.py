@@ -11,13 +11,12 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from written_frameworks import kl_losses
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.drivers.driver import draw, ppo_losses
+from megatron_lossagg.verify.drivers.driver import draw, kl_losses, ppo_losses
 
 L = 40.0
 KL, ENTROPY, CLIP, DUAL_CLIP = 0.3, 0.05, 0.2, 3.0

@@ -17,7 +17,7 @@ typing.override = typing_extensions.override  # Megatron-LM's, before Python 3.1
 # It looks for triton when it is imported, and must see that there is none.
 importlib.import_module("torch._inductor.compile_fx")
 install_training()
-stand_ins.install(stand_ins.BRIDGE, stand_ins.DATA)
+stand_ins.install(stand_ins.of("bridge"))
 
 from megatron.bridge.training import eval as evaluation  # noqa: E402
 from megatron.bridge.training import gpt_step, pretrain, setup, train  # noqa: E402, F401

@@ -14,9 +14,6 @@ import typing_extensions
 sys.path.insert(0, sys.argv[2])
 sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
 
-stand_ins.install(
-    *(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.NEMO),
-    stand_ins.NEMO_WORKER,
-)
+stand_ins.install(stand_ins.of("nemo-rl"))
 typing.TypedDict = typing_extensions.TypedDict  # pydantic models, before Python 3.12
 stand_ins.older_transformers()

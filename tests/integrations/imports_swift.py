@@ -16,7 +16,7 @@ importlib.import_module("torch._inductor.compile_fx")
 cpu.install()
 for module in ("models.gpt.gpt_layer_specs", "optimizer", "extensions.transformer_engine"):
     importlib.import_module(f"megatron.core.{module}")
-stand_ins.install(stand_ins.DATA, stand_ins.SWIFT)
+stand_ins.install(stand_ins.of("ms-swift"))
 has_engine()
 
 for module in ("trainer", "grpo_trainer", "gkd_trainer"):

@@ -12,7 +12,7 @@ import stand_ins
 
 def run(stage, config, callbacks):
     """Train a Bridge configuration by LLaMA-Factory's ``run_sft`` or ``run_pt``."""
-    stand_ins.install(stand_ins.LLAMA_FACTORY)
+    stand_ins.install(stand_ins.of("llama-factory"), stand_ins.ENGINES)
     from llamafactory.train.megatron_bridge import config_builder, workflow
 
     asked = SimpleNamespace(context_parallel_size=config.model.context_parallel_size)

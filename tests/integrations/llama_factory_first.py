@@ -3,7 +3,7 @@
 import stand_ins
 import stand_ins_first  # noqa: F401
 
-stand_ins.install(stand_ins.LLAMA_FACTORY)
+stand_ins.install(stand_ins.of("llama-factory"), stand_ins.ENGINES)
 
 import peft  # noqa: E402  a stand-in
 

@@ -3,5 +3,6 @@
 import stand_ins
 import stand_ins_first  # noqa: F401
 
-stand_ins.install(stand_ins.NEMO)
+needed = stand_ins.of("nemo-rl", but=("scipy",))
+stand_ins.install(name for name in needed if "megatron" not in name)
 stand_ins.older_transformers()

@@ -2,7 +2,8 @@
 
 What a line needs besides is what a user puts in place of ``...``: paths, sizes, a model. The
 process runs the framework's own entry point until it would need a GPU or a model; there
-``page_stops.py`` writes what was reached.
+``stop()`` of the framework's file, ``NAME_page.py``, writes what was reached. That file is imported
+in each process of the framework, and so is this one: neither imports what tests share at its top.
 """
 
 import json
@@ -13,11 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from frameworks import INSTALLED, checkout_of
-
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parents[1] / "docs" / "integrations"
+
+
+def checkout_of(framework):
+    """Return the path of a framework's checkout."""
+    import frameworks
+
+    return frameworks.checkout_of(framework)
 
 
 def blocks(page, language):
@@ -39,14 +44,16 @@ def weighing(framework):
     return re.findall(r"`([^`]*)`", re.search(rf"^\| {framework} \|(.*?)\|", text, re.MULTILINE)[1])
 
 
-def started(command, folder, stop, *, paths=(), timeout=900, **environment):
-    """Run a command in a folder until a stop of ``page_stops.py``.
+def started(command, folder, page, *, paths=(), timeout=900, **environment):
+    """Run a command in a folder until ``stop()`` of a framework's file, ``NAME_page.py``.
 
     Returns what the stop wrote, or None, and the ended process. ``paths``: of the framework.
     """
+    from frameworks import INSTALLED
+
     reached = folder / "reached.json"
     reached.unlink(missing_ok=True)
-    (folder / "sitecustomize.py").write_text(f"import page_stops\npage_stops.{stop}()\n")
+    (folder / "sitecustomize.py").write_text(f"import {page}\n{page}.stop()\n")
     found = [folder, HERE.parents[1], HERE, HERE.parent / "support", *paths, INSTALLED]
     done = subprocess.run(
         command,
@@ -102,226 +109,8 @@ def tiny_model(folder):
     return model
 
 
-def skyrl(folder, path, *, weighed=False):
-    """Start SkyRL; return what was reached, or None, and the ended process.
-
-    ``weighed``: SkyRL's own weights, as ``docs/weigh.md`` says.
-    """
-    given = ["trainer.strategy=megatron", "trainer.logger=console", "trainer.eval_interval=-1"]
-    command = words(blocks("skyrl", "sh")[0], *given, "trainer.placement.colocate_all=false")
-    environment = {}
-    if weighed:
-        command.remove("loss_aggregation=prompt_mean")
-        environment = dict(one.split("=") for one in weighing("SkyRL"))
-    return started(command, folder, "skyrl", paths=[path], **environment)
-
-
-def check_skyrl(folder, path):
-    """Start SkyRL; its trainer in Ray trains the page's ``prompt_mean``: 1 / (P n_p) by loops."""
-    found, done = skyrl(folder, path)
-    assert found is not None, done.stderr[-4000:]
-    assert found["policy"] == "PolicyWorker"
-    line = re.search(r"It is on\*\* if step 1 prints `([^.`]*)", (PAGES / "skyrl.md").read_text())
-    assert line[1] in done.stdout + done.stderr
-    tokens = {prompt: 0 for prompt, _ in found["sequences"]}
-    for prompt, n in found["sequences"]:
-        tokens[prompt] += n
-    for (prompt, n), weight in zip(found["sequences"], found["weights"], strict=True):
-        assert weight == pytest.approx(1 / len(tokens) / tokens[prompt] if n else 0, rel=1e-6)
-
-
-VERL = (
-    "trainer.n_gpus_per_node=2",
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "critic.ppo_micro_batch_size_per_gpu=1",
-)
-
-
-def verl(folder):
-    """Start verl; return the engine of its workers and the aggregation."""
-    model = tiny_model(folder)
-    paths = [f"{part}.model.path={model}" for part in ("actor_rollout_ref", "critic")]
-    found, done = started(words(blocks("verl", "sh")[0], *VERL, *paths), folder, "verl")
-    assert found is not None, done.stderr[-4000:]
-    return found
-
-
-SWIFT = {
-    "sft": ("ms_swift", []),
-    "grpo": ("ms_swift_grpo", ["--use_vllm", "true", "--vllm_mode", "colocate"]),
-    "gkd": ("ms_swift_gkd", ["--teacher_model", "model", "--teacher_model_type", "qwen2"]),
-}
-"""Our module of what ms-swift trains, and what that needs."""
-
-
-def ms_swift(folder, trained, *, paths=()):
-    """Start ms-swift; return what was reached, or None, and the ended process."""
-    module, more = SWIFT[trained]
-    (plugin,) = re.findall(r"^# (\w+\.py)$", text := blocks("ms-swift", "python")[0], re.MULTILINE)
-    assert re.search(rf"\b{module}\b", text)
-    (folder / plugin).write_text(re.sub(r"\bms_swift\b", module, text))
-    sft, rlhf = blocks("ms-swift", "sh")[0].splitlines()
-    line = sft if trained == "sft" else rlhf.replace(" grpo ", f" {trained} ")
-    given = ["--model", tiny_model(folder), "--model_type", "qwen2", "--template", "default"]
-    given += ["--dataset", "conversations.jsonl", "--ddp_backend", "gloo", *more]
-    typed = words(line, *map(str, given))
-    return started(typed, folder, "ms_swift", paths=paths, NPROC_PER_NODE="1")
-
-
-def rollouts(folder, framework, *, weighed=False):
-    """Start slime or miles from its checkout; return what was reached, and the ended process.
-
-    ``weighed``: with the line of ``docs/weigh.md`` in the page's file.
-    """
-    text = (PAGES / f"{framework}.md").read_text()
-    option, file = re.search(r"`(--custom-config-path) (\S+\.yaml)`", text).groups()
-    given = blocks(framework, "yaml")[0]
-    if weighed:
-        line, _ = weighing("slime, miles")
-        line = line.replace(".slime", f".{framework}")
-        given, replaced = re.subn(r"^custom_megatron_init_path: .*$", line, given, flags=re.M)
-        assert replaced == 1
-    (folder / file).write_text(given)
-    checkout = checkout_of(framework)
-    given = ["--debug-train-only", "--num-layers", "2", "--hidden-size", "32"]
-    given += ["--num-attention-heads", "4", "--max-position-embeddings", "64", "--seq-length", "64"]
-    given += ["--micro-batch-size", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"]
-    given += ["--num-rollout", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
-    command = ["python", str(checkout / "train.py"), option, file, *given]
-    paths = [checkout, checkout_of("Megatron-LM")]
-    return started(command, folder, framework, paths=paths)
-
-
-def of_bridge():
-    """Return the paths of Megatron-Bridge, with the Megatron-LM that it pins."""
-    return [checkout_of(f"Megatron-Bridge/{path}") for path in ("src", "3rdparty/Megatron-LM")]
-
-
-def bridge(folder):
-    """Start Megatron-Bridge; return what was reached, or None, and the ended process."""
-    before = """
-from bridge_worker import configuration
-from megatron.bridge.training.finetune import finetune
-from megatron.bridge.training.gpt_step import forward_step
-
-config = configuration(1, per_token=False, evaluation_cp=1)
-config.checkpoint.pretrained_checkpoint = "."
-"""
-    (folder / "train.py").write_text(before + blocks("bridge", "python")[0])
-    return started(["python", "train.py"], folder, "bridge", paths=of_bridge())
-
-
 def as_installed(folder, package):
     """Let what lies in a checkout be found as an installed package, whose version is asked for."""
     written = folder / f"{package.replace('-', '_')}-9.dist-info"
     written.mkdir()
     (written / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9\n")
-
-
-LLAMA_FACTORY = {"bridge": "megatron-bridge", "mcore_adapter": "mcore-adapter"}
-"""The packages of its two Megatron backends."""
-
-
-def llama_factory(folder, backend):
-    """Start LLaMA-Factory; return what was reached, or None, and the ended process."""
-    as_installed(folder, LLAMA_FACTORY[backend])
-    text, (line,) = blocks("llama-factory", "python")[0], blocks("llama-factory", "sh")
-    paths = [checkout_of("LLaMA-Factory/src")]
-    if backend == "bridge":
-        paths += of_bridge()
-    else:
-        (switch,) = re.findall(r"# for (\w+=1): mcore_adapter$", text, re.MULTILINE)
-        line = line.replace("USE_MEGATRON_BRIDGE=1", switch)
-        text = re.sub(r"\bbridge\b", backend, text)
-        paths += [checkout_of("ROLL/mcore_adapter/src")]
-    (folder / "train.py").write_text(text)
-    given = {
-        "model_name_or_path": str(tiny_model(folder)),
-        "stage": "sft",
-        "do_train": True,
-        "dataset": "conversations",
-        "template": "default",
-        "output_dir": str(folder / "out"),
-    }
-    (folder / "your.yaml").write_text(json.dumps(given))
-    command = words(line.replace("--nproc_per_node 8", "--nproc_per_node 1"))
-    # Its tests for versions refuse the transformers that is here.
-    more = {"DISABLE_VERSION_CHECK": "1"}
-    return started(["env", *command], folder, "llama_factory", paths=paths, **more)
-
-
-def primus(folder):
-    """Start what Primus's launcher starts, whose hooks install packages before.
-
-    Returns what was reached, or None, and the ended process.
-    """
-    (folder / "train.py").write_text(blocks("primus", "python")[0])
-    module = {
-        "framework": "megatron",
-        "config": "pre_trainer.yaml",
-        "model": "llama2_7B.yaml",
-        "overrides": {"mock_data": True},
-    }
-    given = {"work_group": "one", "user_name": "one", "exp_name": "one", "workspace": str(folder)}
-    (folder / "your.yaml").write_text(json.dumps({**given, "modules": {"pre_trainer": module}}))
-    megatron = checkout_of("Megatron-LM")
-    command = ["torchrun", "train.py", "train", "pretrain", "--config", "your.yaml"]
-    paths = [checkout_of("Primus"), megatron]
-    return started(command, folder, "primus", paths=paths, BACKEND_PATH=str(megatron))
-
-
-def areal(folder, *, weighed=False):
-    """Start AReaL with its own file of arguments; return what was reached, and the process.
-
-    ``weighed``: AReaL's own weights, as ``docs/weigh.md`` says.
-    """
-    before = """
-import sys
-
-from areal import PPOTrainer
-from areal.api.cli_args import GRPOConfig, SchedulingSpec, load_expr_config
-
-config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
-# omegaconf 2.4.0.dev2, which AReaL pins, makes them of a file's dicts.
-config.actor.scheduling_spec = [SchedulingSpec(**one) for one in config.actor.scheduling_spec]
-train_dataset = valid_dataset = [{"messages": []}] * 8
-"""
-    text, environment = blocks("areal", "python")[0], {}
-    if weighed:
-        variable, stock = weighing("AReaL")
-        text = text.replace('aggregated(PPOTrainer, Aggregation("sample_mean"))', stock)
-        assert stock in text
-        environment = dict([variable.split("=")])
-    (folder / "train.py").write_text(before + text)
-    checkout, model = checkout_of("AReaL"), tiny_model(folder)
-    file = checkout / "examples" / "math" / "gsm8k_grpo_megatron.yaml"
-    command = ["python", "train.py", "--config", str(file), "scheduler.type=local"]
-    command += [f"actor.path={model}", f"cluster.fileroot={folder}"]
-    command += [f"cluster.name_resolve.nfs_record_root={folder}"]
-    return started(command, folder, "areal", paths=[checkout], **environment)
-
-
-def nemo_rl(folder, *, weighed=False):
-    """Start NeMo-RL's GRPO script with the page's lines where the page says they go.
-
-    Returns what was reached, or None, and the ended process. ``weighed``: NeMo-RL's own weights.
-    """
-    checkout, model = checkout_of("NeMo-RL"), tiny_model(folder)
-    script = (checkout / "examples" / "run_grpo.py").read_text()
-    after_setup = '    rl_init_timer.record("total"'
-    assert script.count(after_setup) == 1
-    text, environment = blocks("nemo-rl", "python")[0], {}
-    if weighed:
-        variable, stock = weighing("NeMo-RL")
-        text = re.sub(r"aggregated\(loss_fn, .*\)$", stock, text, flags=re.MULTILINE)
-        assert stock in text
-        environment = dict([variable.split("=")])
-    lines = "".join(f"    {line}\n" for line in text.splitlines())
-    (folder / "train.py").write_text(script.replace(after_setup, lines + after_setup))
-    file = checkout / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
-    command = ["python", "train.py", "--config", str(file), f"policy.model_name={model}"]
-    command += [f"logger.log_dir={folder}", "checkpointing.enabled=false"]
-    return started(command, folder, "nemo_rl", paths=[checkout], **environment)

@@ -1,7 +1,7 @@
 """Check a framework's functions by themselves: ``run_functions.py NAME_functions``.
 
-Each that passes is printed. verl's and SkyRL's run in pytest's process too (``verl_checks.py``,
-``skyrl_checks.py``); others import what would be in the way there.
+Each that passes is printed. Those of some run in pytest's process too, in ``NAME_checks.py``;
+others import what would be in the way there.
 """
 
 import importlib

@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib.metadata
+from pathlib import Path
 
 import pytest
+import skyrl_page
 import torch
 from drawn_step import Step
 from shared import assert_same
@@ -176,3 +178,8 @@ def test_skyrls_policy_losses_are_proportional_to_advantages(name):
     by_sequence = [run(mb.advantages, mb.mask * (torch.arange(3) == n)[:, None]) for n in range(3)]
     want = (torch.stack(by_sequence) * scale[:, 0]).sum()
     assert_same(run(mb.advantages * scale, mb.mask.double()), want, [mb.log_probs])
+
+
+def test_skyrl_starts_by_the_pages_line_and_its_trainer_in_ray_trains_the_mode(tmp_path):
+    """On the release of this process: ``run.py`` runs both."""
+    skyrl_page.check(tmp_path, Path(ppo_utils.__file__).parents[4])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import ray
 
-from megatron_lossagg.integrations import _weigh_skyrl, _weigh_switch
+from megatron_lossagg.integrations import _shared
+from megatron_lossagg.integrations.skyrl import weighing_actor
 
 HERE = Path(__file__).resolve().parent
 
@@ -22,7 +23,7 @@ def with_stand_ins():
     import tiny_gpt  # noqa: F401  it lets Megatron-Core run on a CPU
     import typing_extensions
 
-    stand_ins.install(stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER)
+    stand_ins.install(stand_ins.of("skyrl", but=stand_ins.RAY))
     typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
 
@@ -41,11 +42,11 @@ def train():
 
     actor = ray.remote(num_gpus=1)(WithoutModel)
     found = []
-    for one in (_weigh_skyrl.weighing_actor(actor), actor):
+    for one in (weighing_actor(actor), actor):
         policy = one.options(num_gpus=0.2).remote()
         found.append(ray.get(policy.init_model.remote("a/model")))
         ray.kill(policy)
-    return _weigh_switch.is_asked(), found
+    return _shared.is_asked(), found
 
 
 def main():
@@ -58,8 +59,8 @@ def main():
         include_dashboard=False,
         runtime_env={"env_vars": environment, "worker_process_setup_hook": with_stand_ins},
     )
-    os.environ[_weigh_switch.WEIGH] = "1"  # after the cluster, as on other nodes
-    variables = _weigh_switch.variables()
+    os.environ[_shared.WEIGH] = "1"  # after the cluster, as on other nodes
+    variables = _shared.variables()
     task = ray.remote(num_cpus=1, runtime_env={"env_vars": variables})(train)
     print("FOUND", ray.get(task.remote()))
     ray.shutdown()

@@ -39,9 +39,7 @@ import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run 
 from megatron_lossagg.verify.drivers import imports  # noqa: E402
 from megatron_lossagg.verify.drivers import skyrl as skyrl_driver  # noqa: E402
 
-stand_ins.install(
-    stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER
-)
+stand_ins.install(stand_ins.of("skyrl"))
 imports.older_python()
 skyrl_driver.use_cpu()
 
@@ -64,8 +62,7 @@ from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
 from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.integrations import weigh_rl  # noqa: E402
-from megatron_lossagg.integrations._weigh_skyrl import SCALE  # noqa: E402
-from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
+from megatron_lossagg.integrations.skyrl import SCALE, aggregated  # noqa: E402
 from megatron_lossagg.verify.drivers.skyrl import (  # noqa: E402
     prompt_boundaries,
     worker_of,

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from miles_functions import Miles
 from slime_functions import Slime
 from slime_miles_data import GLOBAL_BATCH, ROLLOUTS, arguments, rollout_data
-from written_frameworks import kl_losses
 
 import megatron_lossagg.cpu as cpu
 import megatron_lossagg.cpu.training as cpu_training
@@ -62,7 +61,7 @@ def custom_loss(args, batch, logits, sum_of_sample_mean):
     log_probs = log_p.gather(1, target[is_response][:, None])[:, 0]
     given = {"old": torch.cat(batch["log_probs"]), "advantage": torch.cat(batch["advantages"])}
     policy = framework_step.policy_loss(log_probs, given)
-    kl = kl_losses(log_probs, torch.cat(batch["ref_log_probs"]))
+    kl = framework_step.kl_losses(log_probs, torch.cat(batch["ref_log_probs"]))
     entropy = -(log_p.exp() * log_p).sum(-1)
     if getattr(args, REDUCER) is None:
         pg_loss = sum_of_sample_mean(policy)
@@ -131,7 +130,10 @@ def compare(framework, dtype, cp_size, path):
         bound = 5e-3
     weighed = {}
     weighing = weigh_rollouts.install(
-        framework.hooks.name, steps=1000, report=lambda step, _, term: weighed.update({term: step})
+        framework.hooks.name,
+        steps=1000,
+        reducer=f"{framework.hooks.module}.constant_40",
+        report=lambda step, _, term: weighed.update({term: step}),
     )
     for most_tokens in (1000, 1):  # all of a rank's sequences in one microbatch, or each in its own
         of_size = {"max_tokens_per_gpu": most_tokens, "recompute_loss_function": most_tokens == 1}

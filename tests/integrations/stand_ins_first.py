@@ -8,5 +8,5 @@ stand_ins.install(
     stand_ins.DATA,
     stand_ins.ENGINES,
     stand_ins.SERVERS,
-    stand_ins.SKYRL,
+    stand_ins.FORMATS,
 )

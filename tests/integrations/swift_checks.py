@@ -5,6 +5,7 @@ per microbatch and rank. Runs of the GRPO trainer are those of ``swift_grpo_chec
 """
 
 import imports_swift  # noqa: F401  first
+import ms_swift_page
 import pytest
 import torch
 from drawn_step import Step
@@ -138,3 +139,18 @@ def test_what_trains_another_loss_is_refused_by_every_rank_before_the_first_step
     printed = train("sample_mean", 2, 2, "average", "packed", argument)
     assert printed.count(message) == 2
     assert "loss aggregation sample_mean" not in printed
+
+
+@pytest.mark.parametrize(
+    ("trained", "trainer"),
+    [
+        ("sft", "MegatronTrainer"),
+        ("grpo", "MegatronGRPOTrainer"),
+        ("gkd", "MegatronGKDTrainer"),
+    ],
+)
+def test_ms_swift_starts_by_the_pages_line_and_the_plugin_is_in_its_process(
+    tmp_path, trained, trainer
+):
+    found, done = ms_swift_page.start(tmp_path, trained)
+    assert found == {"trainer": trainer, "aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
+import areal_page
 import pytest
 from conftest import ENVIRONMENT, TESTS, launched, worker_path
 from frameworks import copy_of, in_float64, needs, reference
@@ -198,3 +199,14 @@ def test_areals_trainers_make_our_engines_and_its_losses_are_proportional_to_adv
         timeout=600,
     )
     assert "losses and trainers: as expected" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.launches
+@needs("AReaL", installed=True)
+@pytest.mark.parametrize("weighed", [False, True])
+def test_areals_trainer_tells_the_actors_workers_our_engine_and_the_mode(tmp_path, weighed):
+    found, done = areal_page.start(tmp_path, weighed=weighed)
+    engine = "WeighedActor" if weighed else "LossAggregationActor"
+    wanted = {"engine": f"megatron_lossagg.integrations.areal.{engine}", "role": "actor"}
+    mode = {"aggregation": None} if weighed else {"aggregation": "sample_mean: w_s = 1/(B n_b)"}
+    assert found == {**wanted, **mode, "weighs": weighed}, done.stderr

@@ -4,6 +4,7 @@
 Bridge's data is tried in ``test_schedule.py`` too.
 """
 
+import bridge_page
 import pytest
 from bridge_runs import BETWEEN_LAYOUTS, LAYOUTS, NEEDS, run_of, runs_of
 from conftest import TESTS
@@ -128,3 +129,9 @@ def test_a_model_that_lengthens_the_sequence_is_refused_in_the_first_microbatch(
     worker = [str(TESTS / "integrations" / "bridge_worker.py")]
     printed = bridge.launch(1, worker, "sample_mean", 1, "average", PICTURES="in front")
     assert "REFUSED got a mask of 40 tokens, the layout local has 32" in printed
+
+
+@pytest.mark.launches
+def test_bridges_finetune_has_the_mode_by_the_pages_call(tmp_path):
+    found, done = bridge_page.start(tmp_path)
+    assert found == {"aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr

@@ -7,6 +7,7 @@ test-frameworks``: its trainer imports Transformers.
 import json
 import os
 
+import llama_factory_page
 import pytest
 from conftest import TESTS, launched, worker_path
 from fork_server import ForkServer
@@ -112,3 +113,17 @@ def test_its_trainer_of_preferences_is_refused(written):
 def test_without_mcore_adapter_install_says_what_it_expected():
     with pytest.raises(ContractError, match="expected mcore_adapter of ROLL: install it"):
         mcore_adapter.install("sample_mean")
+
+
+@pytest.mark.launches
+@needs("LLaMA-Factory/src", installed=True)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("bridge", marks=needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron")),
+        pytest.param("mcore_adapter", marks=needs("ROLL/mcore_adapter/src")),
+    ],
+)
+def test_llama_factory_reads_its_file_and_its_backend_has_the_mode(tmp_path, backend):
+    found, done = llama_factory_page.start(tmp_path, backend)
+    assert found == {"aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr

@@ -1,7 +1,6 @@
 """NeMo-RL's integration without NeMo-RL.
 
-With its own loss, trainer and worker: ``test_nemo_rl_own.py``. Live on Megatron-Core without
-NeMo-RL: ``test_verl.py``.
+With its own loss, trainer and worker: ``test_nemo_rl_own.py``.
 """
 
 import pickle
@@ -9,12 +8,14 @@ import types
 import warnings
 from functools import partial
 
+import left_out
 import pytest
 import torch
 from device_double import DeviceDouble
 from drawn_step import Step
+from live import assert_live
 from nemo_rl_functions import compared, losses_of
-from written_frameworks import (
+from nemo_rl_written import (
     ClippedPGLossFn,
     DistillationLossFn,
     LossType,
@@ -23,10 +24,11 @@ from written_frameworks import (
     NLLLossFn,
 )
 
-from megatron_lossagg import Aggregation
+from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import _shared
 from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.reduction import faults
 
 L = 12
 SAMPLE_MEAN = Aggregation("sample_mean")
@@ -330,3 +332,49 @@ def test_wrong_wrapping_is_refused_at_startup():
     loss_fn.positive_example_nll_weight = 0.1
     with pytest.raises(AggregationError, match=r"set loss_fn\.positive_example_nll_weight to 0"):
         aggregated(loss_fn, SAMPLE_MEAN)
+
+
+@pytest.mark.launches
+def test_on_live_megatron_nemo_rls_own_scaling_makes_it_the_configured_loss():
+    assert_live("nemo_rl", cases=3)
+
+
+def loss_of_nemo_rl(mode, log_probs, sample_mask, token_mask):
+    names = ("advantages", "prev_logprobs", "reference_policy_logprobs")
+    fields = {name: torch.ones(8, 4, dtype=torch.float64) for name in names}
+    n_b = token_mask[:, 1:].sum(-1) * sample_mask
+    loss, _ = aggregated(NLLLossFn(), left_out.of_mode(mode))(
+        log_probs,
+        data={**fields, "sample_mask": sample_mask, "token_mask": token_mask},
+        global_valid_seqs=sample_mask.sum(),
+        global_valid_toks=n_b.sum(),
+    )
+    return loss
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant", "sample_sum"])
+def test_a_sample_of_nemo_rls_loss_multiplier_0_is_left_out(mode):
+    is_left_out = torch.arange(8) % 3 == 0
+    log_probs = torch.linspace(-2, -1, 24, dtype=torch.float64).view(8, 3).requires_grad_()
+    whole = torch.ones(8, 4, dtype=torch.float64)
+    loss = loss_of_nemo_rl(mode, log_probs, (~is_left_out).to(torch.float64), whole)
+    sequences = Sequences(active_tokens=[3] * 8, left_out=is_left_out.tolist())
+    weights = plan_step(left_out.of_mode(mode), sequences).weights
+    wanted = torch.zeros((), dtype=torch.float64)
+    for sequence in range(8):
+        for token in range(3):
+            wanted = wanted - weights[sequence] * log_probs[sequence, token]
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-7)
+    (got,), (want,) = (torch.autograd.grad(one, log_probs) for one in (loss, wanted))
+    assert torch.allclose(got, want, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant"])
+def test_nemo_rl_names_the_setting_once(mode, capsys, monkeypatch):
+    monkeypatch.setattr(faults, "_warned", set())
+    log_probs = torch.ones(8, 3, dtype=torch.float64, requires_grad=True)
+    token_mask = torch.ones(8, 4, dtype=torch.float64)
+    token_mask[5] = 0
+    for _ in range(2):
+        loss_of_nemo_rl(mode, log_probs, torch.ones(8, dtype=torch.float64), token_mask)
+    left_out.assert_said(capsys.readouterr().err, mode, "their loss_multiplier 0")

@@ -5,6 +5,7 @@ import inspect
 import re
 import textwrap
 
+import nemo_rl_page
 import pytest
 from conftest import launched
 from frameworks import PATCHES, checkout_of, copy_of, in_float64, needs
@@ -133,3 +134,12 @@ def test_without_the_patch_nemo_rl_stops_in_the_first_step(tmp_path):
     steps = planned(copy_of("NeMo-RL", "nemo_rl", tmp_path), tmp_path / "steps.pt")
     with pytest.raises(AssertionError, match="apply docs/integrations/patches/nemo-rl-prompt-mean"):
         errors_of(steps, 1, 2, "padded", TOKEN.format(6))
+
+
+@pytest.mark.launches
+@needs("NeMo-RL", installed=True)
+@pytest.mark.parametrize("weighed", [False, True])
+def test_nemo_rls_script_gives_its_trainer_the_wrapped_loss_function(tmp_path, weighed):
+    found, done = nemo_rl_page.start(tmp_path, weighed=weighed)
+    mode = None if weighed else "constant: w_s = 1/(B 40960)"
+    assert found == {"aggregation": mode, "of": "ClippedPGLossFn", "weighs": weighed}, done.stderr

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import primus_page
 import pytest
 from frameworks import checkout_of, needs
 from megatron_lm_runs import NEEDED, PER_TOKEN, SAMPLE_MEAN, SIZES, run_of, runs_of, steps
@@ -106,3 +107,10 @@ def test_its_sft_trainer_is_refused(trainers):
     primus.install("sample_mean")
     with pytest.raises(ContractError, match="expected MegatronPretrainTrainer"):
         trainers[1].train(SimpleNamespace(backend_args=None))
+
+
+@pytest.mark.launches
+@needs("Primus", installed=True)
+def test_primus_trainer_reaches_megatron_lm_with_the_mode(tmp_path):
+    found, done = primus_page.start(tmp_path)
+    assert found == {"aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stdout

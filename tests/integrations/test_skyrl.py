@@ -1,7 +1,6 @@
 """SkyRL's integration without SkyRL, and with its own worker where there is a checkout.
 
-Its SFT without SkyRL is in ``test_skyrl_sft.py``, live without SkyRL in ``test_verl.py``,
-released in ``make test-frameworks``.
+Its SFT without SkyRL is in ``test_skyrl_sft.py``, released in ``make test-frameworks``.
 """
 
 import os
@@ -9,19 +8,24 @@ import re
 import subprocess
 import sys
 
+import left_out
 import pytest
+import skyrl_page
+import skyrl_written
 import torch
-import written_frameworks
 from conftest import TESTS, launched
 from device_double import DeviceDouble
 from frameworks import INSTALLED, LAYOUTS, checkout_of, copy_of, in_float64, needs, reference
-from written_frameworks import RayPPOTrainer, SkyRLBatch, skyrl_config
+from live import assert_live
+from skyrl_written import RayPPOTrainer, SkyRLBatch, skyrl_config
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import skyrl
-from megatron_lossagg.integrations._weigh_skyrl import SCALE
-from megatron_lossagg.integrations._weigh_switch import WEIGH
+from megatron_lossagg.integrations._shared import WEIGH
+from megatron_lossagg.reduction import faults
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 
 MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]
 REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
@@ -139,9 +143,9 @@ def test_prompt_mean_without_prompts_is_refused():
 def test_a_batch_has_the_weights_for_weighing_where_it_is_asked_for(asked, monkeypatch):
     monkeypatch.setenv(WEIGH, asked)
     out = made()._normalize_advantages(data(), [(0, 2), (2, 4)])
-    assert (SCALE in out) == bool(asked)
+    assert (skyrl.SCALE in out) == bool(asked)
     if asked:
-        assert out[SCALE][:, 0].tolist() == pytest.approx([1 / 4, 1 / 2, 0, 1 / 6])
+        assert out[skyrl.SCALE][:, 0].tolist() == pytest.approx([1 / 4, 1 / 2, 0, 1 / 6])
 
 
 def test_what_cannot_be_weighed_is_refused_as_the_trainer_starts(monkeypatch):
@@ -156,11 +160,11 @@ def test_what_cannot_be_weighed_is_refused_as_the_trainer_starts(monkeypatch):
 
 
 def test_skyrls_own_reduction_is_back_afterwards():
-    own = getattr(written_frameworks, REDUCTION)
+    own = getattr(skyrl_written, REDUCTION)
     made()._normalize_advantages(data(), [(0, 4)])
     with pytest.raises(PlanError, match="other than 0 and 1"):
         made()._normalize_advantages(data([[2, 1, 0]]), [(0, 1)])
-    assert getattr(written_frameworks, REDUCTION) is own
+    assert getattr(skyrl_written, REDUCTION) is own
 
 
 def test_a_trainer_that_does_not_reduce_is_an_error(monkeypatch):
@@ -168,7 +172,7 @@ def test_a_trainer_that_does_not_reduce_is_an_error(monkeypatch):
     trainer.num_calls_left = 1
     with pytest.raises(ContractError, match="SkyRL reduced 1 of 2 mini-batches"):
         trainer._normalize_advantages(data(), [(0, 2), (2, 4)])
-    monkeypatch.delattr(written_frameworks, REDUCTION)
+    monkeypatch.delattr(skyrl_written, REDUCTION)
     with pytest.raises(ContractError, match="has no apply_loss_reduction"):
         trainer._normalize_advantages(data(), [(0, 4)])
 
@@ -401,3 +405,66 @@ def test_without_the_patch_only_the_policy_loss_has_our_weights(errors_of):
     errors = [error for error, _ in errors_of("SkyRL", cases, patch=None, cp=2).values()]
     assert errors[0] < 1e-12
     assert min(errors[1:]) > 0.02
+
+
+@pytest.mark.launches
+@needs("SkyRL", installed=True)
+def test_skyrl_starts_by_the_pages_line_and_its_trainer_in_ray_trains_the_mode(tmp_path):
+    skyrl_page.check(tmp_path, checkout_of("SkyRL"))
+
+
+@pytest.mark.launches
+@needs("SkyRL", installed=True)
+def test_skyrl_weighs_its_own_token_mean_by_the_page_of_weighing(tmp_path):
+    found, done = skyrl_page.start(tmp_path, checkout_of("SkyRL"), weighed=True)
+    assert found is not None, done.stderr[-4000:]
+    assert found["policy"] == "WeighedPolicyWorker"
+    (weight,) = set(found["weights"])
+    assert weight == pytest.approx(1 / sum(n for _, n in found["sequences"]))
+
+
+@pytest.mark.launches
+def test_on_live_megatron_skyrls_own_scaling_makes_it_the_configured_loss():
+    assert_live("skyrl", cases=8)
+
+
+PROMPTS = [(0, 2), (2, 3), (3, 4)]
+"""SkyRL's zero-variance filter has masked the second."""
+
+
+def advantages_of_skyrl(mode, **more):
+    trainer = skyrl.aggregated(RayPPOTrainer, left_out.of_mode(mode, **more))(skyrl_config())
+    batch = SkyRLBatch({"advantages": torch.ones(4, 3), "loss_mask": torch.tensor(MASK)})
+    return trainer._normalize_advantages(batch, [(0, 4)], PROMPTS)["advantages"]
+
+
+@pytest.mark.parametrize("mode", ["token_mean", *left_out.COUNTS_EMPTY])
+def test_a_group_that_skyrls_filter_masks_is_left_out_if_empty_samples_do_not_count(mode):
+    sequences = [
+        {
+            "x": list(torch.arange(3.0) + number),
+            "counted": [1, 1, 1] if number == 2 else mask,  # masked afterwards
+            "trained": [1, 1, 1] if number == 2 else mask,
+            "sample": number,
+            "prompt": [0, 0, 1, 2][number],
+            "left_out": number == 2,
+        }
+        for number, mask in enumerate(MASK)
+    ]
+    want = reference_loss.step_loss(
+        mode, sequences, **reference_options(left_out.of_mode(mode), [])
+    )
+    losses = torch.stack([torch.stack(one["x"]) for one in sequences])
+    got = (advantages_of_skyrl(mode, count_empty=False) * losses * torch.tensor(MASK)).sum()
+    assert got.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", *left_out.NAMED])
+def test_skyrl_names_the_setting_once(mode, capsys, monkeypatch):
+    monkeypatch.setattr(faults, "_warned", set())
+    for _ in range(2):
+        advantages_of_skyrl(mode)
+    leave_out = "loss_aggregation_count_empty=false (count_empty=False)"
+    left_out.assert_said(capsys.readouterr().err, mode, leave_out)
+    advantages_of_skyrl(mode, count_empty=False)
+    assert "without an active token" not in capsys.readouterr().err

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from written_frameworks import SFTTrainer, sft_collator
+from skyrl_written import SFTTrainer, sft_collator
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError

@@ -1,6 +1,6 @@
 """slime and miles: what their hooks carry, and the loss that their own training step makes of it.
 
-What they refuse: ``test_slime_arguments.py``. The reducer: ``test_pg_loss_reducer.py``.
+What they refuse: ``test_slime_arguments.py``. The reducer: ``test_slime_miles_reducer.py``.
 """
 
 import functools
@@ -11,13 +11,16 @@ import sys
 import types
 from argparse import Namespace
 
+import left_out
 import numpy as np
 import pytest
+import slime_miles_page
 import torch
 from conftest import launched
 from device_double import DeviceDouble
 from frameworks import LAYOUTS, SERVING, needs, reference
-from rollout_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
+from live import assert_live
+from slime_miles_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
@@ -399,3 +402,74 @@ def test_a_weights_function_is_carried_and_a_weight_of_0_trains_nothing():
     denominators = torch.from_numpy(d_S).as_subclass(Denominators)
     (x / torch.clamp_min(denominators, 1)).sum().backward()  # as the framework divides
     assert x.grad.tolist() == [1 / 6, 0.0, 1 / 6]
+
+
+@pytest.mark.launches
+@needs("Megatron-LM", installed=True)
+@pytest.mark.parametrize(
+    "framework", [pytest.param(one, marks=needs(one)) for one in ("slime", "miles")]
+)
+def test_slime_and_miles_read_the_pages_file_and_say_what_they_are_to_train(tmp_path, framework):
+    mode = {"slime": "token_mean: w_s = 1/N", "miles": "prompt_mean: w_s = 1/(P n_p)"}[framework]
+    found, done = slime_miles_page.start(tmp_path, framework)
+    assert found == {"aggregation": mode, "carries": "carry_weights"}, done.stderr
+    assert f"megatron_lossagg: {framework} is to train {mode}" in done.stdout + done.stderr
+
+
+@pytest.mark.launches
+@needs("Megatron-LM", installed=True)
+@pytest.mark.parametrize(
+    "framework", [pytest.param(one, marks=needs(one)) for one in ("slime", "miles")]
+)
+def test_slime_and_miles_weigh_by_the_line_of_the_page_of_weighing(tmp_path, framework):
+    found, done = slime_miles_page.start(tmp_path, framework, weighed=True)
+    assert found == {"weighs": True}, done.stderr
+
+
+@pytest.mark.launches
+def test_on_live_megatron_slimes_own_scaling_makes_it_the_configured_loss():
+    assert_live("slime", cases=7, refused=8)
+
+
+def mask_as_removed(framework, removed):
+    """Mask the samples of some prompts as ``Sample.remove_sample`` does, and no other token."""
+    for mask, one in zip(framework.data["loss_masks"], draw(), strict=True):
+        of_lists = [int(one.prompt not in removed)] * len(mask)
+        mask[:] = of_lists if framework.module is miles else torch.tensor(of_lists).to(mask)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", *left_out.COUNTS_EMPTY])
+def test_a_prompt_of_removed_samples_is_left_out_if_empty_samples_do_not_count(framework, mode):
+    drawn = draw()
+    removed = {drawn[0].prompt, drawn[-1].prompt}  # one prompt of each step
+    mask_as_removed(framework, removed)
+    denominators = framework.carry(framework.arguments(left_out.of_mode(mode, count_empty=False)))
+    for step in (range(6), range(6, 12)):
+        sequences = [
+            {
+                "x": list(drawn[n].advantages.unbind()),
+                "counted": [1] * len(drawn[n].mask),
+                "trained": [1] * len(drawn[n].mask),
+                "sample": drawn[n].sample,
+                "prompt": drawn[n].prompt,
+                "left_out": drawn[n].prompt in removed,
+            }
+            for n in step
+        ]
+        want = reference_loss.step_loss(
+            mode, sequences, **reference_options(left_out.of_mode(mode), [])
+        )
+        kept = [n for n in step if drawn[n].prompt not in removed]
+        got = sum(drawn[n].advantages.sum().item() / denominators[n] / 4 for n in kept)
+        assert got == pytest.approx(want.item(), rel=1e-6)  # slime's are float32
+
+
+@pytest.mark.parametrize("mode", ["token_mean", *left_out.NAMED])
+def test_slime_and_miles_name_the_setting_once(framework, mode, capsys, monkeypatch):
+    monkeypatch.setattr(faults, "_warned", set())
+    mask_as_removed(framework, {draw()[0].prompt})
+    for _ in range(2):
+        framework.carry(framework.arguments(left_out.of_mode(mode)))
+    left_out.assert_said(capsys.readouterr().err, mode, "loss_aggregation_count_empty: false")
+    framework.carry(framework.arguments(left_out.of_mode(mode, count_empty=False)))
+    assert "without an active token" not in capsys.readouterr().err

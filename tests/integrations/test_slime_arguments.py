@@ -4,7 +4,7 @@ import sys
 import types
 
 import pytest
-from rollout_batch import NO_MODE, SAMPLES, batch_of, of_miles, of_slime
+from slime_miles_batch import NO_MODE, SAMPLES, batch_of, of_miles, of_slime
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError

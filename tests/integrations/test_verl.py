@@ -1,9 +1,8 @@
-"""verl's integration without verl, and four integrations live without their frameworks.
+"""verl's integration without verl.
 
 ``make test-frameworks`` runs verl's own code.
 """
 
-import subprocess
 import sys
 import types
 from functools import partial
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launched
 from device_double import DeviceDouble
-from frameworks import reference
+from live import assert_live
 from verl_batches import MASK, planned
 
 from megatron_lossagg import Aggregation
@@ -24,23 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(
-    ("framework", "cases"), [("slime", 7), ("verl", 3), ("skyrl", 8), ("nemo_rl", 3)]
-)
-def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(framework, cases):
-    arguments = (reference("float64"), framework)
-    out = launched("integrations/framework_worker.py", *arguments, processes=4)
-    assert out.count(": the reference") == 2 * cases
-    assert out.count("refused together") == {"slime": 2 * 4, "verl": 2}.get(framework, 0)
-
-
-@pytest.mark.launches
-def test_importing_the_integrations_imports_no_framework():
-    code = "import sys\nfrom megatron_lossagg.integrations import nemo_rl, skyrl, verl\n"
-    code += "print(*sys.modules)"
-    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
-    roots = {name.partition(".")[0] for name in out.split()}
-    assert not {"verl", "skyrl", "nemo_rl", "ray", "megatron"} & roots
+def test_on_live_megatron_verls_own_scaling_makes_it_the_configured_loss():
+    assert_live("verl", cases=3, refused=2)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """Weighing reinforcement learning without its frameworks: what is refused, and what is heard.
 
-Their own code is weighed in ``verl_checks.py``, ``swift_grpo_checks.py``, ``test_skyrl.py``,
-``test_nemo_rl_own.py`` and ``test_areal.py``.
+Their own code is weighed in the tests of each.
 """
 
+import importlib
+import subprocess
 import sys
 import types
 
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import weigh_rl
-from megatron_lossagg.integrations._weigh_switch import WEIGH, is_asked
+from megatron_lossagg.integrations._shared import WEIGH, is_asked
 
 
 @pytest.mark.parametrize(("value", "asks"), [("1", True), ("0", False), ("", False), (None, False)])
@@ -23,8 +24,9 @@ def test_the_environment_asks_by_a_value_other_than_0(monkeypatch, value, asks):
 
 
 def test_a_framework_that_is_not_in_the_table_is_refused():
-    with pytest.raises(ContractError, match="got 'trl', expected one of verl, skyrl, nemo-rl"):
-        weigh_rl.install("trl")
+    names = ", ".join(weigh_rl.FRAMEWORKS)
+    with pytest.raises(ContractError, match=f"got 'absent', expected one of {names}"):
+        weigh_rl.install("absent")
 
 
 def test_a_release_that_reduces_its_losses_elsewhere_is_refused(monkeypatch):
@@ -41,3 +43,24 @@ def test_a_release_that_reduces_its_losses_elsewhere_is_refused(monkeypatch):
 def test_a_process_without_the_framework_is_refused(framework):
     with pytest.raises(ContractError, match=f"expected the training of {framework} on Megatron"):
         weigh_rl.install(framework)
+
+
+LOADED = """
+import importlib, sys
+from megatron_lossagg.integrations import weigh_rl
+print(*sys.modules)
+for name in weigh_rl.FRAMEWORKS.values():
+    importlib.import_module(name)
+print(*sys.modules)
+"""
+
+
+@pytest.mark.launches
+def test_importing_the_integrations_imports_no_framework_and_listening_no_integration():
+    out = subprocess.check_output([sys.executable, "-c", LOADED], text=True)
+    of_listening, of_all = map(str.split, out.splitlines())
+    assert not {*weigh_rl.FRAMEWORKS.values()} & {*of_listening}
+    rows = [importlib.import_module(name).HEARD for name in weigh_rl.FRAMEWORKS.values()]
+    frameworks = {row.schedule.partition(".")[0] for row in rows}
+    assert len(frameworks) == len(rows)
+    assert not {*frameworks, "ray", "megatron"} & {name.partition(".")[0] for name in of_all}

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import verl_functions as verl_checks
+import verl_page
 from drawn_step import Step
 from frameworks import checkout_of, needs
 from shared import assert_same, launched
@@ -227,3 +228,11 @@ def test_sequences_on_groups_of_ranks_of_their_own_size_have_our_weights(
     print(out)
     assert out.count(": the reference") == 8 * (2 if pp == 1 else 1)
     assert "other batches and repeated sequences are refused" in out
+
+
+def test_verl_starts_by_the_pages_line_and_its_task_in_ray_has_our_engine_and_the_mode(tmp_path):
+    found = verl_page.start(tmp_path)
+    assert found == {
+        "engine": "megatron_lossagg.integrations.verl",
+        "aggregation": "constant: w_s = 1/(B 40960)",
+    }

@@ -18,7 +18,7 @@ os.environ |= {"VERL_ENGINE_VENDOR": "lossagg", "VERL_ENGINE_DEVICE": "cuda"}
 
 import stand_ins
 
-stand_ins.install(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.ENGINES)
+stand_ins.install(stand_ins.of("verl"))
 
 import framework_step  # noqa: E402
 import pytest  # noqa: E402

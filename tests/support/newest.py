@@ -37,10 +37,10 @@ COULD_NOT_RUN = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Newest:
-    """Where a framework's main is, and which of its packages ours name."""
+    """A framework's checkout, and which of its packages ours name."""
 
-    url: str
     folder: str
+    """Its first word in ``tools/frameworks.txt``."""
     packages: tuple[str, ...]
     source: str = "."
     on: str = ""
@@ -48,63 +48,59 @@ class Newest:
     stand_ins: str = "stand_ins_first"
     """The module of ``tests/integrations`` that puts stand-ins before what it imports."""
 
+    @property
+    def url(self) -> str:
+        """Return where its main is."""
+        return addresses()[self.folder]
+
+
+@functools.cache
+def addresses() -> dict[str, str]:
+    """Return the address of each checkout's folder."""
+    lines = (ROOT / "tools" / "frameworks.txt").read_text().splitlines()
+    return dict(line.split()[:2] for line in lines if not line.startswith("#"))
+
 
 NEWEST = {
     "megatron-lm": Newest(
-        url="https://github.com/NVIDIA/Megatron-LM.git",
         folder="Megatron-LM-main",
         packages=("megatron.core", "megatron.training", "megatron.rl"),
     ),
     "bridge": Newest(
-        url="https://github.com/NVIDIA-NeMo/Megatron-Bridge.git",
         folder="Megatron-Bridge",
         packages=("megatron.bridge",),
         source="src",
     ),
     "slime": Newest(
-        url="https://github.com/THUDM/slime.git",
         folder="slime",
         packages=("slime",),
         on="megatron-lm",
     ),
     "miles": Newest(
-        url="https://github.com/radixark/miles.git",
         folder="miles",
         packages=("miles",),
         on="megatron-lm",
     ),
-    "verl": Newest(
-        url="https://github.com/verl-project/verl.git", folder="verl", packages=("verl",)
-    ),
-    "skyrl": Newest(
-        url="https://github.com/NovaSky-AI/SkyRL.git", folder="SkyRL", packages=("skyrl",)
-    ),
+    "verl": Newest(folder="verl", packages=("verl",)),
+    "skyrl": Newest(folder="SkyRL", packages=("skyrl",)),
     "nemo-rl": Newest(
-        url="https://github.com/NVIDIA-NeMo/RL.git",
         folder="NeMo-RL",
         packages=("nemo_rl",),
         stand_ins="nemo_rl_first",
     ),
-    "ms-swift": Newest(
-        url="https://github.com/modelscope/ms-swift.git", folder="ms-swift", packages=("swift",)
-    ),
+    "ms-swift": Newest(folder="ms-swift", packages=("swift",)),
     "areal": Newest(
-        url="https://github.com/inclusionAI/AReaL.git",
         folder="AReaL",
         packages=("areal",),
         stand_ins="areal_stand_ins_first",
     ),
     "roll": Newest(
-        url="https://github.com/alibaba/ROLL.git",
         folder="ROLL",
         packages=("mcore_adapter",),
         source="mcore_adapter/src",
     ),
-    "roll-rlvr": Newest(
-        url="https://github.com/alibaba/ROLL.git", folder="ROLL", packages=("roll",)
-    ),
+    "roll-rlvr": Newest(folder="ROLL", packages=("roll",)),
     "llama-factory": Newest(
-        url="https://github.com/hiyouga/LLaMA-Factory.git",
         folder="LLaMA-Factory",
         packages=("llamafactory",),
         source="src",
@@ -112,13 +108,11 @@ NEWEST = {
         stand_ins="llama_factory_first",
     ),
     "primus": Newest(
-        url="https://github.com/AMD-AGI/Primus.git",
         folder="Primus",
         packages=("primus",),
         on="megatron-lm",
     ),
     "open-instruct": Newest(
-        url="https://github.com/allenai/open-instruct.git",
         folder="open-instruct",
         packages=("open_instruct",),
     ),

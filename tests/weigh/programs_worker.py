@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from program_table import main, rounding, row
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Options
-from megatron_lossagg.integrations import _weigh_terms, weigh_rl, weigh_script
+from megatron_lossagg.integrations import weigh_rl, weigh_script
 from megatron_lossagg.reduction.layout import held
 from megatron_lossagg.weigh.weighing import Weighing
 
@@ -1515,7 +1515,7 @@ def terms(name, reduce, **expected):
     def run():
         found = toy.sequences()
         chunk = toy.chunk_of(toy.total(found))
-        listening, reports = _weigh_terms.TermsWeighing(1, report=lambda *report: None), []
+        listening, reports = weigh_rl.TermsWeighing(1, report=lambda *report: None), []
 
         def forward_step(iterator, model):
             mine = toy.own(found, next(iterator))
@@ -1575,7 +1575,8 @@ def framework(name, forward_step_of, *, how, scale="", trains="token_mean", **ex
         module.agg_loss = lambda loss_mat, loss_mask: (loss_mat * loss_mask).sum()
         module.policy_loss = policy_loss
         function = {"given": "agg_loss", "inside": "policy_loss"}[how]
-        weigh_rl.FRAMEWORKS["toy"] = weigh_rl.Where(
+        weigh_rl.FRAMEWORKS["toy"] = module.__name__
+        module.HEARD = weigh_rl.Where(
             module.__name__,
             [
                 weigh_rl.Reduction(

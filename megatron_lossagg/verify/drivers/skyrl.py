@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron_lossagg.integrations._shared import replaced
-from megatron_lossagg.integrations._weigh_switch import WEIGH
+from megatron_lossagg.integrations._shared import WEIGH, replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Drawn, Driver, column

@@ -1,4 +1,8 @@
-"""The frameworks that have a driver: one row each, and where this machine has it."""
+"""The frameworks that have a driver: one row each, and where this machine has it.
+
+The rows stand here and not in the drivers' files, since a driver is a class on torch, and
+``lossagg verify --help`` names the frameworks, and those that are hooked, without importing torch.
+"""
 
 from __future__ import annotations
 

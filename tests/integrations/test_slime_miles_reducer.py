@@ -1,6 +1,6 @@
 """``constant_<L>``, the reducer of slime's and miles' policy loss, without either.
 
-On live Megatron-Core, at CP 2: ``test_verl.py``. In the frameworks' own steps: ``test_slime.py``.
+On live Megatron-Core, at CP 2, and in the frameworks' own steps: ``test_slime.py``.
 """
 
 import sys
