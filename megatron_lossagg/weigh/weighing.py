@@ -222,6 +222,8 @@ class Weighing:
                     "got losses that losses() returned, expected those that it gets: call it once "
                     "for the same tokens of a term"
                 )
+            if cu_seqlens is not None and lengths is not None:
+                raise ContractError("got cu_seqlens= and lengths=, expected one of them")
             mask = _checked(losses, mask, "a mask")
             token_weights = _checked(losses, token_weights, "token_weights")
             if microbatch is not None and microbatch not in range(self._num_microbatches or 2**31):

@@ -614,6 +614,18 @@ def fewer_ids():
     return loop(listen)
 
 
+@row("offsets and lengths", is_refused=True, says="got cu_seqlens= and lengths=, expected one")
+def offsets_and_lengths():
+    def listen(weighing, chunk, mine, m, found):
+        lengths = toy.lengths_of(mine)
+        offsets = np.cumsum([0, *lengths])
+        losses = chunk(toy.tokens_of(mine))
+        losses = weighing.losses(losses, lengths=lengths, cu_seqlens=offsets)
+        scaled(losses.sum(), found).backward()
+
+    return loop(listen)
+
+
 @row("losses of no dimension", is_refused=True, says="losses of no dimension")
 def no_dimension():
     def listen(weighing, chunk, mine, m, found):
