@@ -64,16 +64,19 @@ def test_the_report_stands_below_what_training_prints_with_its_files(capsys, tmp
     assert out.splitlines()[-1] == f"written: {file}"
 
 
-def weighed(*weights, num_empty=0):
-    """Return a step of one rank whose sequences have 2, 4, 6, ... tokens of these weights."""
+def weighed(*weights, num_empty=0, m=1, tokens=None):
+    """Return a step of one rank whose sequences have 2, 4, 6, ... tokens of these weights.
+
+    Or all of them ``tokens``, each in one of ``m`` microbatches.
+    """
     parts = [
         Part(
             dp_rank=0,
             cp_rank=0,
-            microbatch=0,
+            microbatch=number % m,
             sequence=number,
-            tokens=2 * number + 2,
-            weight_sum=(2 * number + 2) * w,
+            tokens=tokens or 2 * number + 2,
+            weight_sum=(tokens or 2 * number + 2) * w,
             weight_min=w,
             weight_max=w,
             sample=number,
@@ -85,7 +88,7 @@ def weighed(*weights, num_empty=0):
         Part(dp_rank=0, cp_rank=0, microbatch=1, sequence=number, sample=-1 - number, **nothing)
         for number in range(num_empty)
     ]
-    sizes = {"M": 1, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
+    sizes = {"M": m, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
     place = {
         "sizes": sizes,
         "counts": True,
@@ -139,8 +142,11 @@ def test_the_curve_of_a_sample_mean_counts_the_empty_sequences_that_it_trains(b)
     assert [*drawn_weights][::50] == pytest.approx([6 / (2 * b), 6 / (4 * b)])
 
 
-def step_of(*weights, is_measured=True):
-    return replace(weighed(*weights), is_measured=is_measured)
+def step_of(*weights, is_measured=True, **how):
+    return replace(weighed(*weights, **how), is_measured=is_measured)
+
+
+FULL_PACKS = step_of(1 / 4, 1 / 4, m=2, tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +156,9 @@ def step_of(*weights, is_measured=True):
         (step_of(1 / 6, 1 / 6), "sample_mean", False, "the verdict is: trains token_mean"),
         (step_of(1 / 2), "token_mean", False, "does not tell token_mean from sample_mean"),
         (step_of(1 / 2), "token_mean,sample_mean", False, ""),
+        (FULL_PACKS, "token_mean", False, "from sample_mean and microbatch_token_mean"),
+        (FULL_PACKS, "token_mean,sample_mean", False, ""),
+        (FULL_PACKS, "token_mean,token_sum", False, "does not tell token_mean from"),
         (step_of(1 / 6, 1 / 6), "prompt_mean", False, "prompt_mean needs prompt"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", False, "pass --trust"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", True, ""),
