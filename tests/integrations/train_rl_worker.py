@@ -44,6 +44,7 @@ from megatron_lossagg.integrations import megatron_rl  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.loop.schedule_hook import ScheduleHook  # noqa: E402
 from megatron_lossagg.reduction import faults  # noqa: E402
+from megatron_lossagg.verify.drivers.megatron_rl import made  # noqa: E402
 from megatron_lossagg.verify.step_data import VOCABULARY  # noqa: E402
 
 CP = int(sys.argv[1])
@@ -93,21 +94,8 @@ def draw_groups():
         if IN_ROWS and lengths == CHAIN:
             turns[1][:3], masks[1][:3] = turns[0], [False] * 3
         logprobs = [None if "rollouts" in NAMES else [0.0] * sum(mask) for mask in masks]
-        # Log-probabilities of inference correct nothing here; later releases ask for epochs.
-        return TokenRollout.model_construct(
-            trajectory=turns,
-            reward=reward,
-            generation_mask=masks,
-            logprobs=logprobs,
-            env_id="drawn",
-            completion_ids=[],
-            rollout_status="ok",
-            failure_reason=None,
-            generation_cap=None,
-            policy_epoch=[[(0, 0)] for _ in turns],
-            kv_cache_epoch=[[(0, 0)] for _ in turns],
-            num_evictions=[0 for _ in turns],
-        )
+        # Log-probabilities of inference correct nothing here.
+        return made(TokenRollout, turns, masks, logprobs, reward)
 
     return [
         [rollout(lengths, float(torch.rand((), generator=draw))) for lengths in group]

@@ -166,20 +166,33 @@ class FrameworkDriver(HookedDriver):
             for one in turns
         ]
         takes = inspect.signature(self.utils.prepare_trajectories).parameters
-        return rollout.model_construct(
-            trajectory=[one.tokens.tolist() for one in turns],
-            reward=float(turns[0].advantages[0]),
-            generation_mask=masks,
-            logprobs=[None if "rollouts" in takes else [0.0] * sum(mask) for mask in masks],
-            env_id="drawn",
-            completion_ids=[],
-            rollout_status="ok",
-            failure_reason=None,
-            generation_cap=None,
-            policy_epoch=[[(0, 0)] for _ in turns],
-            kv_cache_epoch=[[(0, 0)] for _ in turns],
-            num_evictions=[0 for _ in turns],
-        )
+        logprobs = [None if "rollouts" in takes else [0.0] * sum(mask) for mask in masks]
+        turns_of_ids = [one.tokens.tolist() for one in turns]
+        return made(rollout, turns_of_ids, masks, logprobs, float(turns[0].advantages[0]))
+
+
+def made(
+    rollout: Any,
+    turns: Sequence[list[int]],
+    masks: Sequence[list[bool]],
+    logprobs: Sequence[list[float] | None],
+    reward: float,
+) -> Any:
+    """Return a rollout of Megatron-LM's class; later releases ask for epochs too."""
+    return rollout.model_construct(
+        trajectory=turns,
+        reward=reward,
+        generation_mask=masks,
+        logprobs=logprobs,
+        env_id="drawn",
+        completion_ids=[],
+        rollout_status="ok",
+        failure_reason=None,
+        generation_cap=None,
+        policy_epoch=[[(0, 0)] for _ in turns],
+        kv_cache_epoch=[[(0, 0)] for _ in turns],
+        num_evictions=[0 for _ in turns],
+    )
 
 
 def of_one_advantage(one: Drawn) -> Drawn:
