@@ -252,8 +252,8 @@ class Finalized(Guard):
     """Ask, when the step finishes, whether the config's finalize function ran, and with what.
 
     Per-token, the num_tokens that it gets are those that ``mb.outputs`` returned. A loop that runs
-    the backward pass by itself may call it after the step, so there it warns. One rank alone needs
-    no function in the average loss scaling, but a schedule that gets to it.
+    the backward pass by itself may call it after the step, so there it warns. A single rank
+    needs no function in the average loss scaling, but its schedule must get that far.
     """
 
     catches = (

@@ -4,7 +4,7 @@
 ``loss_aggregation``, ``loss_aggregation_divisor``, ... Each has a short spelling, ``lossagg``,
 ``lossagg_divisor``, ..., for a release that defines an option of the long name itself, as slime's
 pull request 2090 did: it was closed, and a copy of slime may have it. The long name is the
-framework's there, its default is no request, and only the short one is ours.
+framework's there, whose default asks us for nothing; only the short one is ours.
 
 **Weights.** Both frameworks reduce the policy loss, entropy, KL and every metric of a microbatch
 alike, on each context-parallel rank, and multiply by what Megatron's average loss scaling divides

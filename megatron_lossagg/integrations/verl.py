@@ -213,7 +213,7 @@ def _groups(data: Any) -> list[str]:
 
 
 def _loss_weights(data: Any) -> list[float] | None:
-    """Return the column ``loss_weight``; raises PlanError for what is no number per sequence."""
+    """Return the column ``loss_weight``; raises PlanError unless it is one number each."""
     if LOSS_WEIGHT not in data.keys():  # noqa: SIM118
         return None
     column = data[LOSS_WEIGHT]

@@ -502,7 +502,7 @@ class Options:
         return found
 
     def of_step(self, forward_only: bool) -> Options:
-        """Return the options of a step: an evaluation without an active token is no error."""
+        """Return the options of a step: an evaluation without an active token is not an error."""
         return replace(self, empty_step="zero") if forward_only else self
 
     @staticmethod

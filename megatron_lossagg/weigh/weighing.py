@@ -313,10 +313,8 @@ class Weighing:
         }
         parts = (part for ranks in of_term.values() for rank in ranks for part in rank.parts)
         is_any = any(part.tokens for part in parts)
-        is_heard = not any(
-            rank.has_gradient and not (is_any and (terms or not rank.counts))
-            for rank, terms in found
-        )
+        training = [(rank, terms) for rank, terms in found if rank.has_gradient]
+        is_heard = all(is_any and (terms or not rank.counts) for rank, terms in training)
         return {name: compare(ranks, is_heard=is_heard) for name, ranks in of_term.items()}
 
     def of_this_rank(self, term: str = LOSS) -> RankWeights:
