@@ -41,8 +41,16 @@ from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_f
 from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.drivers.outcome import FAIL, NOT_RUN, PASS, counted, none_ran
-from megatron_lossagg.verify.drivers.runs import TIMEOUT, layout_of, run_framework
+from megatron_lossagg.verify.drivers.runs import (
+    FAIL,
+    NOT_RUN,
+    PASS,
+    TIMEOUT,
+    counted,
+    layout_of,
+    none_ran,
+    run_framework,
+)
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core, num_gpus
 from megatron_lossagg.verify.job import (

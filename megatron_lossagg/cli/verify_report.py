@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
-from megatron_lossagg.verify.drivers.outcome import FAIL, NOT_RUN, PASS, counted
-from megatron_lossagg.verify.drivers.outcome import cells as framework_cells
+from megatron_lossagg.verify.drivers.runs import FAIL, NOT_RUN, PASS, counted
+from megatron_lossagg.verify.drivers.runs import cells as framework_cells
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.text import error_text, number_of
 

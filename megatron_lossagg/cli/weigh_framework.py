@@ -11,8 +11,14 @@ from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.errors import LossAggregationError, say
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
-from megatron_lossagg.verify.drivers.outcome import FAIL, Outcome
-from megatron_lossagg.verify.drivers.runs import TIMEOUT, DriverJob, layout_of, run_job
+from megatron_lossagg.verify.drivers.runs import (
+    FAIL,
+    TIMEOUT,
+    DriverJob,
+    Outcome,
+    layout_of,
+    run_job,
+)
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.job import Event
 

@@ -1,4 +1,4 @@
-"""Run a program on processes of this machine: by itself, or on ranks under torch's launcher."""
+"""Run a program on ranks of this machine, under torch's launcher."""
 
 from __future__ import annotations
 
@@ -37,19 +37,17 @@ def launch(
     the thread that called, is killed.
     """
     with TemporaryDirectory() as folder:  # torchrun leaves its own behind
-        agent = [str(_AGENT), str(processes), folder, sys.executable, "-u", *command]
-        return run_alone(agent, timeout=timeout, env=env)
+        agent = [sys.executable, str(_AGENT), str(processes), folder, sys.executable, "-u"]
+        return _run([*agent, *command], timeout, env or {})
 
 
-def run_alone(
-    command: Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None
+def _run(
+    command: Sequence[str], timeout: float | None, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` once, without a launcher, and end with it all that it starts.
-
-    Else as :func:`launch`: it may launch ranks itself.
-    """
+    """Run the launcher, and end with it all that it starts."""
     mark = os.environ.get(_MARK, "") + uuid.uuid4().hex  # begins as that of who launched us
-    arguments = _tied([sys.executable, *command])
+    # It ends when this process, or the thread that starts it, does.
+    arguments = [sys.executable, "-IS", str(_TIED), str(os.getpid()), *command]
     process = subprocess.Popen(
         arguments,
         stdout=subprocess.PIPE,
@@ -71,16 +69,11 @@ def run_alone(
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
-def _tied(command: Sequence[str]) -> list[str]:
-    """Make a command that ends when this process, or the thread that starts it, does."""
-    return [sys.executable, "-IS", str(_TIED), str(os.getpid()), *command]
-
-
-def _environment(env: Mapping[str, str] | None, mark: str) -> dict[str, str]:
+def _environment(env: Mapping[str, str], mark: str) -> dict[str, str]:
     ours = {"OMP_NUM_THREADS": "1", _MARK: mark}
     if sys.platform == "linux":
         ours["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**os.environ, **ours, **(env or {})}
+    return {**os.environ, **ours, **env}
 
 
 def _kill(process: subprocess.Popen[str], mark: str) -> None:

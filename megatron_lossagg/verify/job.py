@@ -1,6 +1,6 @@
 """A verification as a value: the command pickles it, and every rank runs it.
 
-The checks of a framework are such a job too, of one process (``frameworks/run_checks.py``).
+The steps of a framework's driver are such a job too (``drivers/runs.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import megatron_lossagg
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS, LossScaling
-from megatron_lossagg.cpu.launch import launch, run_alone
+from megatron_lossagg.cpu.launch import launch
 from megatron_lossagg.errors import say
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.environment import crowding
@@ -95,25 +95,22 @@ def launched(
     job: Any,
     take: Callable[[Event], None],
     *,
-    processes: int | None,
+    processes: int,
     timeout: float,
     gpus: int = 0,
 ) -> CompletedProcess[str]:
     """Run a job on processes of this machine; ``take`` gets each event of the first one.
 
-    ``processes``: ranks; None for one process that is no rank. ``gpus``: how many GPUs the ranks
-    take, several ranks on one if there are more ranks; 0 for the CPU. Says first if there are more
-    ranks than cores, or than memory allows. Raises :class:`RanksTimedOut` after ``timeout``
-    seconds, when all have been ended.
+    ``processes``: ranks. ``gpus``: how many GPUs they take, several ranks on one if there are more
+    ranks; 0 for the CPU. Says first if there are more ranks than cores, or than memory allows.
+    Raises :class:`RanksTimedOut` after ``timeout`` seconds, when all have been ended.
     """
-    for line in crowding(processes or 1):
+    for line in crowding(processes):
         say(line)
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
-    env = {"PYTHONPATH": path}
-    if processes is not None:  # else nobody asks what it did last
-        env["LOSSAGG_DEADLINE"] = str(time.time() + timeout)
+    env = {"PYTHONPATH": path, "LOSSAGG_DEADLINE": str(time.time() + timeout)}
     env |= {"LOSSAGG_GPUS": str(gpus)} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
@@ -124,12 +121,9 @@ def launched(
         follower = threading.Thread(target=_follow, args=(events, ended, take))
         follower.start()
         try:
-            if processes is None:
-                return run_alone(["-u", *command], timeout=timeout, env=env)
             return launch(command, processes=processes, timeout=timeout, env=env)
         except TimeoutExpired as expired:
-            ranks = range(processes or 0)
-            last = [f"rank {rank}: {_last_did(events, rank)}" for rank in ranks]
+            last = [f"rank {rank}: {_last_did(events, rank)}" for rank in range(processes)]
             raise RanksTimedOut(expired, last) from None
         finally:
             ended.set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lossagg.verify.drivers.outcome import over
+from megatron_lossagg.verify.drivers.runs import over
 
 
 @dataclass(frozen=True, kw_only=True)

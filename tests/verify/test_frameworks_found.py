@@ -8,9 +8,9 @@ import pytest
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.drivers import outcome
+from megatron_lossagg.verify.drivers import runs
 from megatron_lossagg.verify.drivers.imports import install_line
-from megatron_lossagg.verify.drivers.outcome import ended_by
+from megatron_lossagg.verify.drivers.runs import ended_by
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, Framework, check_installed
 
 
@@ -79,7 +79,7 @@ def test_a_module_that_the_framework_itself_lacks_fails_and_one_of_others_is_not
 ):
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module(module)
-    monkeypatch.setattr(outcome, "_is_raised_here", lambda error: True)  # as in its driver
+    monkeypatch.setattr(runs, "_is_raised_here", lambda error: True)  # as in its driver
     found = ended_by(caught.value, framework)
     assert found.state == state, found.explanation
 

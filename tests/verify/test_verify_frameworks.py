@@ -22,8 +22,7 @@ from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
 from megatron_lossagg.verify.drivers.driver import aggregations
-from megatron_lossagg.verify.drivers.outcome import FrameworkError, outcome_of
-from megatron_lossagg.verify.drivers.runs import run_framework
+from megatron_lossagg.verify.drivers.runs import FrameworkError, outcome_of, run_framework
 from megatron_lossagg.verify.drivers.slime_and_miles import parsed
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, driver_of
 

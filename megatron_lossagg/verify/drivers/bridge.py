@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, Unchanging
-from megatron_lossagg.verify.drivers.hooked import HookedDriver, packed
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, packed
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "calculate_per_token_loss=True"

@@ -6,26 +6,36 @@ into several sequences, fully masked ones, and a prompt with no active tokens.
 The model is a small GPT in Megatron-Core's DistributedDataParallel, on gloo. Each sequence's losses
 by the reference are computed from the unsplit model in float64, its weight by loops over tokens
 (``reference_loss.py``). What a framework trains is read at its losses: nothing of it is replaced.
+
+:class:`HookedDriver`: of a framework that looks up Megatron's schedule, and trains a loss per
+token. The loss is weighed where the model returns it, around the schedule; a mode of ours is
+trained by the framework's integration, which rebinds the schedule too.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import cycle
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.integrations.weigh_script import ScriptWeighing
+from megatron_lossagg.integrations._shared import HOOK, replaced
+from megatron_lossagg.integrations.weigh_script import ScriptWeighing, rebind_schedule
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import MASK_CASES, reference_options
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
+from megatron_lossagg.weigh.weighing import LOSS
 
 _SAMPLES, _PER_PROMPT, _SPLIT, _MASKED = 8, 2, (1, 6), (2, 4, 5)
 """Samples 4 and 5 are all of prompt 2."""
@@ -294,3 +304,72 @@ def _losses(model: Any, driver: Driver) -> Iterator[dict[str, Tensor]]:
             "penalty": KL * kl_losses(x, one.ref_log_probs),
             "entropy": -(log_p.exp() * log_p).sum(-1),
         }
+
+
+_SIZES = (1, 2, 3)
+"""Sequences of a rank's microbatches, over and over."""
+
+
+class HookedDriver(Driver):
+    """A loop whose module looks up the schedule by its name."""
+
+    schedule: ClassVar[str]
+    """The module."""
+    terms: ClassVar[Mapping[str, tuple[str, float]]] = {LOSS: ("nll", 1.0)}
+    lacks = frozenset(("prompt_mean",))  # its data has no prompts
+
+    def start(self) -> None:
+        """Build a model for each loss scaling."""
+        self.chunks = {one: self.wrapped(per_token=one) for one in (False, True)}
+
+    def microbatches(self) -> list[list[Drawn]]:
+        """Return this rank's sequences, as microbatches of unequal sizes."""
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_data_parallel_rank()
+        return cut(self.drawn[rank :: self.parallelism.dp])
+
+    def listen(self, report: Any) -> ScriptWeighing:
+        """Listen to what the model returns."""
+        weighing = ScriptWeighing(1, sys.maxsize, stop=False, report=report)
+        rebind_schedule(self.schedule, weighing, expected=f"a loop of {self.function}")
+        return weighing
+
+    @contextmanager
+    def trained_by(self, trained: str | Aggregation) -> Iterator[Any]:
+        """Rebind the schedule for a step of a mode of ours; give what looks it up."""
+        module = import_module(self.schedule)
+        with replaced(module, **{HOOK: getattr(module, HOOK)}):
+            if isinstance(trained, Aggregation):
+                self.install(trained)
+            yield getattr(module, HOOK)
+
+    @abstractmethod
+    def install(self, aggregation: Aggregation) -> None:
+        """Install the framework's integration."""
+
+
+def packed(drawn: Sequence[Drawn], *, multiple: int) -> dict[str, Tensor]:
+    """Put sequences into one pack, each padded to a multiple: flat tensors, and offsets."""
+    columns: dict[str, list[int]] = {"tokens": [], "labels": [], "loss_mask": [], "positions": []}
+    offsets = [0]
+    for one in drawn:
+        tokens, n = one.tokens.tolist(), len(one.tokens) - 1
+        padding = [0] * (-n % multiple)
+        columns["tokens"] += tokens[:-1] + padding
+        columns["labels"] += tokens[1:] + padding
+        columns["loss_mask"] += [0] * (n - len(one.mask)) + one.mask + padding
+        columns["positions"] += range(n + len(padding))
+        offsets.append(offsets[-1] + n + len(padding))
+    made = {name: torch.tensor(values) for name, values in columns.items()}
+    return {**made, "offsets": torch.tensor(offsets, dtype=torch.int32)}
+
+
+def cut(drawn: Sequence[Drawn]) -> list[list[Drawn]]:
+    """Cut a rank's sequences into microbatches of unequal sizes."""
+    left, made, sizes = list(drawn), [], cycle(_SIZES)
+    while left:
+        size = next(sizes)
+        made.append(left[:size])
+        left = left[size:]
+    return made

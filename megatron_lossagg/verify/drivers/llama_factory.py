@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from megatron_lossagg.cpu.training import _indices
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, Unchanging
-from megatron_lossagg.verify.drivers.hooked import HookedDriver, cut
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, cut
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 
@@ -94,17 +93,17 @@ def entry(drawn: Sequence[Drawn], *, multiple: int = 1) -> dict[str, list[int]]:
     return made
 
 
-def collator_of(workflow: Any, *, padding: int = VOCABULARY - 1) -> Any:
+def collator_of(workflow: Any) -> Any:
     """Make the collator as ``run_sft`` does, for a tokenizer whose words are numbers."""
     from llamafactory.data.template import TEMPLATES
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = models.WordLevel({str(number): number for number in range(padding + 1)}, str(padding))
+    words = [str(number) for number in range(VOCABULARY)]
+    padding = words[-1]
+    model = models.WordLevel({word: number for number, word in enumerate(words)}, padding)
     make: Any = PreTrainedTokenizerFast
-    tokenizer = make(
-        tokenizer_object=Tokenizer(words), pad_token=str(padding), padding_side="right"
-    )
+    tokenizer = make(tokenizer_object=Tokenizer(model), pad_token=padding, padding_side="right")
     return workflow._data_collator_wrapper(
         workflow.SFTDataCollatorWith4DAttentionMask(
             template=TEMPLATES["default"],

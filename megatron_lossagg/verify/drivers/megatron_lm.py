@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, Unchanging
-from megatron_lossagg.verify.drivers.hooked import HookedDriver, cut
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, cut
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 

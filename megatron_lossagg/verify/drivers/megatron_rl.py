@@ -20,8 +20,7 @@ import torch
 from megatron_lossagg.cpu import training as cpu_training
 from megatron_lossagg.integrations.megatron_rl import _SPLITS, RLIntegration
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import CLIP, KL, Drawn, column
-from megatron_lossagg.verify.drivers.hooked import HookedDriver
+from megatron_lossagg.verify.drivers.driver import CLIP, KL, Drawn, HookedDriver, column
 from megatron_lossagg.verify.drivers.megatron_lm import (
     EOD,
     PAD,
@@ -30,7 +29,7 @@ from megatron_lossagg.verify.drivers.megatron_lm import (
     ended,
     train_step,
 )
-from megatron_lossagg.verify.drivers.outcome import NotRunError
+from megatron_lossagg.verify.drivers.runs import NotRunError
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.weigh.weighing import LOSS

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, Unchanging
-from megatron_lossagg.verify.drivers.hooked import HookedDriver
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_MICROBATCH = "calculate_per_token_loss=false"

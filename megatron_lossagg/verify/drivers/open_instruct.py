@@ -26,7 +26,7 @@ from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import DIVISOR, Drawn, Driver
 from megatron_lossagg.verify.drivers.imports import defaults
-from megatron_lossagg.verify.drivers.outcome import NotRunError
+from megatron_lossagg.verify.drivers.runs import NotRunError
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.weigh.weighing import Weighing

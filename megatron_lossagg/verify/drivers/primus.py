@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_lossagg.integrations._shared import HOOK, replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn
-from megatron_lossagg.verify.drivers.hooked import HookedDriver, cut
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, cut
 from megatron_lossagg.verify.drivers.megatron_lm import begin, train_step
 from megatron_lossagg.verify.parallelism import Parallelism
 

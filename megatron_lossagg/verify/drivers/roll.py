@@ -23,8 +23,7 @@ from torch import Tensor
 
 from megatron_lossagg.integrations import weigh_rl
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import ENTROPY, KL, Drawn, Unchanging
-from megatron_lossagg.verify.drivers.hooked import HookedDriver
+from megatron_lossagg.verify.drivers.driver import ENTROPY, KL, Drawn, HookedDriver, Unchanging
 from megatron_lossagg.verify.drivers.imports import defaults
 from megatron_lossagg.verify.drivers.llama_factory import trainer_of, use_cpu
 from megatron_lossagg.verify.parallelism import Parallelism

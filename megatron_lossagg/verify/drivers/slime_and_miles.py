@@ -21,7 +21,7 @@ from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, ENTROPY, KL, Drawn, Driver
-from megatron_lossagg.verify.drivers.outcome import FrameworkError
+from megatron_lossagg.verify.drivers.runs import FrameworkError
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "--calculate-per-token-loss"
