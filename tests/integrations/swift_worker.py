@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
+from swift.megatron.arguments.megatron_args import MegatronArguments
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.megatron.trainers import base
 from swift.megatron.trainers.trainer import MegatronTrainer
@@ -32,7 +33,7 @@ from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.verify.drivers.ms_swift import defaults
+from megatron_lossagg.verify.drivers.imports import defaults
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 STEPS, BATCH = 3, 4
@@ -155,7 +156,7 @@ def by_hand(model, data, step, counts_weights, *, is_dft):
 
 def arguments(cp, loss_scaling, data, more):
     """Return the defaults of ms-swift's arguments, and what a run sets."""
-    given = defaults()
+    given = vars(defaults(MegatronArguments))
     micro = 1 if data.is_packed else 2
     dp = parallel_state.get_data_parallel_world_size()
     batch = len(data.packs)

@@ -39,6 +39,8 @@ from megatron_lossagg.weigh.weighing import LOSS
 
 _SAMPLES, _PER_PROMPT, _SPLIT, _MASKED = 8, 2, (1, 6), (2, 4, 5)
 """Samples 4 and 5 are all of prompt 2."""
+IGNORED = -100
+"""The label of a token without a loss, as torch's cross entropy has it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +56,16 @@ class Drawn:
     """Float64, as both log-probabilities, of the response."""
     old_log_probs: Tensor
     ref_log_probs: Tensor
+
+    @property
+    def token_mask(self) -> Tensor:
+        """1 for each token that has a loss, of the prompt and the response."""
+        return torch.tensor([0] * (len(self.tokens) - len(self.mask)) + self.mask)
+
+    @property
+    def labels(self) -> Tensor:
+        """The tokens that have a loss, and ``IGNORED``."""
+        return self.tokens.where(self.token_mask == 1, IGNORED)
 
 
 def draw(*, edges: bool = True) -> list[Drawn]:
@@ -181,6 +193,12 @@ class Driver(ABC):
         """Build the model; Megatron's groups are there."""
         self.chunk = self.wrapped(per_token=self.per_token)
 
+    def mine(self) -> Sequence[Drawn]:
+        """Return this data-parallel rank's sequences."""
+        from megatron.core import parallel_state
+
+        return self.drawn[parallel_state.get_data_parallel_rank() :: self.parallelism.dp]
+
     def wrapped(self, *, per_token: bool) -> Any:
         """Return a small GPT in DistributedDataParallel."""
         from megatron_lossagg.verify import small_gpt
@@ -216,6 +234,21 @@ class Driver(ABC):
     def trains(cls, aggregation: Aggregation) -> bool:
         """Whether its integration has a mode."""
         return aggregation.mode not in cls.lacks
+
+
+def word_tokenizer() -> Any:
+    """Make a tokenizer of Transformers', whose words are token ids; the last one pads."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(VOCABULARY)}
+    last = str(VOCABULARY - 1)
+    make: Any = PreTrainedTokenizerFast
+    return make(
+        tokenizer_object=Tokenizer(models.WordLevel(words, last)),
+        pad_token=last,
+        padding_side="right",
+    )
 
 
 class Unchanging:
@@ -324,10 +357,7 @@ class HookedDriver(Driver):
 
     def microbatches(self) -> list[list[Drawn]]:
         """Return this rank's sequences, as microbatches of unequal sizes."""
-        from megatron.core import parallel_state
-
-        rank = parallel_state.get_data_parallel_rank()
-        return cut(self.drawn[rank :: self.parallelism.dp])
+        return cut(self.mine())
 
     def listen(self, report: Any) -> ScriptWeighing:
         """Listen to what the model returns."""
@@ -358,7 +388,7 @@ def packed(drawn: Sequence[Drawn], *, multiple: int) -> dict[str, Tensor]:
         padding = [0] * (-n % multiple)
         columns["tokens"] += tokens[:-1] + padding
         columns["labels"] += tokens[1:] + padding
-        columns["loss_mask"] += [0] * (n - len(one.mask)) + one.mask + padding
+        columns["loss_mask"] += one.token_mask[1:].tolist() + padding
         columns["positions"] += range(n + len(padding))
         offsets.append(offsets[-1] + n + len(padding))
     made = {name: torch.tensor(values) for name, values in columns.items()}

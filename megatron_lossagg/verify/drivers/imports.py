@@ -39,6 +39,23 @@ def older_python() -> None:
             setattr(typing, name, getattr(typing_extensions, name))
 
 
+def without_nvtx() -> None:
+    """Let ranges be marked for a profiler without a CUDA build."""
+    import torch
+
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *_: None)
+
+
+def packed_seq_params() -> Any:
+    """Return Megatron-Core's class, or for 0.16 what takes Mamba's ``total_tokens`` too."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if "total_tokens" in PackedSeqParams.__dataclass_fields__:
+        return PackedSeqParams
+    return lambda total_tokens, **given: PackedSeqParams(**given)
+
+
 class _Placeholder:
     """Whatever a module does with a name at import: a class, a decorator, a constant."""
 

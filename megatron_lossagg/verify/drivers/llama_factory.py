@@ -18,12 +18,18 @@ import torch.distributed as dist
 
 from megatron_lossagg.cpu.training import _indices
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, cut
+from megatron_lossagg.verify.drivers.driver import (
+    IGNORED,
+    Drawn,
+    HookedDriver,
+    Unchanging,
+    cut,
+    word_tokenizer,
+)
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.step_data import VOCABULARY
 
 _PER_TOKEN, _PACKS = "calculate_per_token_loss=True", "neat_packing=True"
-_WIDTH, _IGNORED = 64, -100
+_WIDTH = 64
 
 
 class FrameworkDriver(HookedDriver):
@@ -67,13 +73,11 @@ class FrameworkDriver(HookedDriver):
 
     def _batches(self, *, packs: bool) -> Iterator[dict[str, Any]]:
         """Collate sequences two by two, or packs of unequal sizes, as ``run_sft`` does."""
-        from megatron.core import parallel_state
-
-        own = self.drawn[parallel_state.get_data_parallel_rank() :: self.parallelism.dp]
+        own = self.mine()
         collator, size = collator_of(self.workflow), 1 + (len(own) % 2 == 0)
         for pack in cut(own) if packs else []:
             one = entry(pack, multiple=2 * self.parallelism.cp)
-            for name, padding in (("input_ids", 0), ("labels", _IGNORED), ("attention_mask", 0)):
+            for name, padding in (("input_ids", 0), ("labels", IGNORED), ("attention_mask", 0)):
                 one[name].append(padding)  # to the cutoff length
             yield dict(collator([one]))
         for start in range(0, 0 if packs else len(own), size):
@@ -84,34 +88,25 @@ def entry(drawn: Sequence[Drawn], *, multiple: int = 1) -> dict[str, list[int]]:
     """Write conversations as ``neat_packing`` does: numbered in ``attention_mask`` from 1."""
     made: dict[str, list[int]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for number, one in enumerate(drawn, 1):
-        tokens, padding = one.tokens.tolist(), -len(one.tokens) % multiple
-        mask = [0] * (len(tokens) - len(one.mask)) + one.mask
-        labels = [t if m else _IGNORED for t, m in zip(tokens, mask, strict=True)]
-        made["input_ids"] += tokens + [0] * padding
-        made["labels"] += labels + [_IGNORED] * padding
-        made["attention_mask"] += [number] * (len(tokens) + padding)
+        padding = -len(one.tokens) % multiple
+        made["input_ids"] += one.tokens.tolist() + [0] * padding
+        made["labels"] += one.labels.tolist() + [IGNORED] * padding
+        made["attention_mask"] += [number] * (len(one.tokens) + padding)
     return made
 
 
 def collator_of(workflow: Any) -> Any:
-    """Make the collator as ``run_sft`` does, for a tokenizer whose words are numbers."""
+    """Make the collator as ``run_sft`` does."""
     from llamafactory.data.template import TEMPLATES
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
-    words = [str(number) for number in range(VOCABULARY)]
-    padding = words[-1]
-    model = models.WordLevel({word: number for number, word in enumerate(words)}, padding)
-    make: Any = PreTrainedTokenizerFast
-    tokenizer = make(tokenizer_object=Tokenizer(model), pad_token=padding, padding_side="right")
     return workflow._data_collator_wrapper(
         workflow.SFTDataCollatorWith4DAttentionMask(
             template=TEMPLATES["default"],
             model=None,
             padding="longest",
             pad_to_multiple_of=_WIDTH,
-            label_pad_token_id=_IGNORED,
-            tokenizer=tokenizer,
+            label_pad_token_id=IGNORED,
+            tokenizer=word_tokenizer(),
         )
     )
 

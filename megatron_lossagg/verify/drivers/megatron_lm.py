@@ -23,7 +23,7 @@ from megatron_lossagg.verify.step_data import VOCABULARY
 
 PER_TOKEN = "--calculate-per-token-loss"
 PAD, EOD = VOCABULARY - 2, VOCABULARY - 1
-_LENGTH, _IGNORED = 96, -100
+_LENGTH = 96
 
 
 class FrameworkDriver(HookedDriver):
@@ -86,8 +86,7 @@ class _Tokenizer:
     def tokenize_conversation(self, conversation: Any, **_: Any) -> Any:
         """Return a sequence's tokens and targets."""
         one = conversation[0]["content"]
-        mask = torch.tensor([0] * (len(one.tokens) - len(one.mask)) + one.mask)
-        return one.tokens, one.tokens.where(mask == 1, _IGNORED)
+        return one.tokens, one.labels
 
 
 def ended(one: Drawn) -> Drawn:

@@ -15,12 +15,11 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import torch
-
 from megatron_lossagg.cpu import training as cpu_training
 from megatron_lossagg.integrations.megatron_rl import _SPLITS, RLIntegration
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import CLIP, KL, Drawn, HookedDriver, column
+from megatron_lossagg.verify.drivers.imports import without_nvtx
 from megatron_lossagg.verify.drivers.megatron_lm import (
     EOD,
     PAD,
@@ -57,8 +56,7 @@ class FrameworkDriver(HookedDriver):
     def __init__(self, parallelism: Parallelism, drawn: Sequence[Drawn]) -> None:
         super().__init__(parallelism, [of_one_advantage(ended(one)) for one in drawn])
         cpu_training._triton_while_importing()  # its imports ask for it again
-        for name in ("range_push", "range_pop"):  # of a CUDA build
-            setattr(torch.cuda.nvtx, name, lambda *_: None)
+        without_nvtx()
         self.script: Any = import_module("train_rl")
         self.utils: Any = import_module("megatron.rl.rl_utils")
         if parallelism.cp > 1 and not hasattr(self.utils, _SPLITS):
@@ -160,10 +158,7 @@ class FrameworkDriver(HookedDriver):
             rollout = import_module("megatron.rl.agent.api").TokenRollout
         except (ImportError, AttributeError):  # after 0.19
             rollout = import_module("megatron.rl.types.rollout").TokenRollout
-        masks = [
-            [False] * (len(one.tokens) - len(one.mask)) + [bool(m) for m in one.mask]
-            for one in turns
-        ]
+        masks = [one.token_mask.bool().tolist() for one in turns]
         takes = inspect.signature(self.utils.prepare_trajectories).parameters
         logprobs = [None if "rollouts" in takes else [0.0] * sum(mask) for mask in masks]
         turns_of_ids = [one.tokens.tolist() for one in turns]

@@ -5,7 +5,6 @@ Not run: the trainer's constructor, which loads a model, a tokenizer, its optimi
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any, ClassVar
 from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging
+from megatron_lossagg.verify.drivers.imports import defaults
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_MICROBATCH = "calculate_per_token_loss=false"
-_IGNORED = -100
 
 
 class SwiftDriver(HookedDriver):
@@ -119,9 +118,7 @@ def has_engine() -> None:
 def encoded(one: Drawn) -> dict[str, Any]:
     """Encode a sequence as ms-swift's templates do."""
     tokens = one.tokens.tolist()
-    mask = [0] * (len(tokens) - len(one.mask)) + one.mask
-    labels = [t if m else _IGNORED for t, m in zip(tokens, mask, strict=True)]
-    return {"input_ids": tokens, "labels": labels, "length": len(tokens)}
+    return {"input_ids": tokens, "labels": one.labels.tolist(), "length": len(tokens)}
 
 
 def template(args: Any, *, packing: bool) -> Any:
@@ -143,6 +140,8 @@ def template(args: Any, *, packing: bool) -> Any:
 
 def arguments(**given: Any) -> Any:
     """Return the defaults of ms-swift's arguments without their checks, and what is given."""
+    from swift.megatron.arguments.megatron_args import MegatronArguments
+
     ours = {
         "padding_free": True,
         "task_type": "causal_lm",
@@ -150,17 +149,4 @@ def arguments(**given: Any) -> Any:
         "is_multimodal": False,
         "megatron_model_meta": SimpleNamespace(is_multimodal=False),
     }
-    return SimpleNamespace(**{**defaults(), **ours, **given})
-
-
-def defaults() -> dict[str, Any]:
-    """Return the defaults of ms-swift's arguments by name."""
-    from swift.megatron.arguments.megatron_args import MegatronArguments
-
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(MegatronArguments):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return found
+    return SimpleNamespace(**{**vars(defaults(MegatronArguments)), **ours, **given})

@@ -60,9 +60,7 @@ class FrameworkDriver(SwiftDriver):
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Train the completions in microbatches of equal size."""
-        from megatron.core import parallel_state
-
-        own = self.drawn[parallel_state.get_data_parallel_rank() :: self.parallelism.dp]
+        own = self.mine()
         size = _SIZE if len(own) % _SIZE == 0 else 1
         trainer = self.trainer(
             per_token=False,

@@ -19,6 +19,7 @@ import torch
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, KL, Drawn, Driver, column
+from megatron_lossagg.verify.drivers.imports import packed_seq_params, without_nvtx
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
@@ -186,7 +187,6 @@ def worker_module() -> Any:
     import megatron.core.dist_checkpointing.strategies.torch as checkpoints
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
     import transformers
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     transformers.AutoProcessor  # noqa: B018  which loads transformers anew
     loaded: Any = sys.modules["transformers"]
@@ -210,16 +210,14 @@ def worker_module() -> Any:
     data.get_ltor_masks_and_position_ids = lambda data, **_: (
         (None, None, torch.arange(data.shape[1]).expand_as(data))
     )
-    if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 0.16; Mamba's
-        data.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
+    data.PackedSeqParams = packed_seq_params()
     # Of Megatron-Bridge, over the ranks of one model: they have equal values here.
     worker: Any = megatron_policy_worker
     worker.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     worker.logical_and_across_model_parallel_group = lambda value, mp_group: value
     worker.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
     setattr(torch.cuda, "get_device_name", lambda: "cpu")  # noqa: B010  it has arguments
-    for name in ("range_push", "range_pop"):
-        setattr(torch.cuda.nvtx, name, lambda *_: None)
+    without_nvtx()
     BatchedDataDict.to = lambda self, device, **_: self
     return worker
 

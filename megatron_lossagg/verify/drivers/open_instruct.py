@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import DIVISOR, Drawn, Driver
+from megatron_lossagg.verify.drivers.driver import DIVISOR, IGNORED, Drawn, Driver, word_tokenizer
 from megatron_lossagg.verify.drivers.imports import defaults
 from megatron_lossagg.verify.drivers.runs import NotRunError
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.weigh.weighing import Weighing
 
-_BATCH, _IGNORED = 2, -100
+_BATCH = 2
 """Sequences of a microbatch."""
 _GRPO = "grpo_fast.py --loss_denominator "
 _FINETUNE = "finetune.py"
@@ -95,10 +95,7 @@ class FrameworkDriver(Driver):
 
     def _grpo(self, loss_denominator: str) -> None:
         """Run a step of ``grpo_fast.py``, one packed row of two sequences a microbatch."""
-        import torch.distributed as dist
-
-        rank, module = dist.get_rank(), self.grpo_fast
-        mine = self.drawn[rank :: self.parallelism.dp]
+        mine, module = self.mine(), self.grpo_fast
         packs = [mine[at : at + _BATCH] for at in range(0, len(mine), _BATCH)]
         process = trainer_process(module, self.step, len(packs), loss_denominator)
         process.dataloader = iter([{"batch": collated(packs), "metrics": {}}])
@@ -141,6 +138,12 @@ class FrameworkDriver(Driver):
                 step.begin(made[0])
                 return made
 
+        tokenizer = SimpleNamespace(
+            tokenizer=word_tokenizer(),
+            tokenizer_name_or_path="small",
+            tokenizer_revision=None,
+            trust_remote_code=False,
+        )
         config = SimpleNamespace(from_pretrained=lambda *_, **__: None)
         model = SimpleNamespace(from_pretrained=lambda *_, **__: small_llama())
         names: dict[str, Any] = {
@@ -155,7 +158,7 @@ class FrameworkDriver(Driver):
         }
         os.environ["ACCELERATE_USE_CPU"] = "true"
         with replaced(module, **names), step.cross_entropy(), step.ends_at_the_optimizer():
-            module.main(args, SimpleNamespace(**_tokenizer_config()))
+            module.main(args, tokenizer)
 
 
 def _nothing(*_: Any, **__: Any) -> Any:
@@ -192,10 +195,10 @@ class _Step:
         functional, stock = torch.nn.functional, torch.nn.functional.cross_entropy
 
         def heard(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
-            if more.pop("reduction") != "mean" or more.pop("ignore_index") != _IGNORED or more:
+            if more.pop("reduction") != "mean" or more.pop("ignore_index") != IGNORED or more:
                 raise NotRunError(f"got a cross entropy with {more}, expected a mean over labels")
-            losses = stock(logits, labels, ignore_index=_IGNORED, reduction="none")
-            is_label = labels != _IGNORED
+            losses = stock(logits, labels, ignore_index=IGNORED, reduction="none")
+            is_label = labels != IGNORED
             shape = (_BATCH, -1)
             losses = self.losses(losses.view(shape), is_label.view(shape))
             return losses[is_label.view(shape)].mean()
@@ -257,11 +260,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         one = self._drawn[number]
-        labels = torch.full_like(one.tokens, _IGNORED)
-        mask = torch.tensor(one.mask, dtype=torch.bool)
-        labels[-len(mask) :][mask] = one.tokens[-len(mask) :][mask]
-        named = {"input_ids": one.tokens, "labels": labels}
-        return {name: value.tolist() for name, value in named.items()}
+        return {"input_ids": one.tokens.tolist(), "labels": one.labels.tolist()}
 
     def shuffle(self, seed: int) -> _Rows:
         """Return it as it is; the loader shuffles."""
@@ -288,22 +287,6 @@ def small_llama() -> Any:
             attn_implementation="eager",
         )
     )
-
-
-def _tokenizer_config() -> dict[str, Any]:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0"
-    )
-    return {
-        "tokenizer": made,
-        "tokenizer_name_or_path": "small",
-        "tokenizer_revision": None,
-        "trust_remote_code": False,
-    }
 
 
 def trainer_process(module: Any, step: _Step, samples: int, loss_denominator: str) -> Any:

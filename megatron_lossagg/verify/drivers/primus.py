@@ -95,7 +95,7 @@ class FrameworkDriver(HookedDriver):
             mask = torch.zeros(len(part), _WIDTH + 1)
             for row, here, one in zip(tokens, mask, part, strict=True):
                 end = len(one.tokens)
-                row[:end], here[end - len(one.mask) : end] = one.tokens, torch.tensor(one.mask)
+                row[:end], here[:end] = one.tokens, one.token_mask
             yield {
                 "tokens": tokens[:, :-1].contiguous(),
                 "input_ids": tokens[:, :-1],

@@ -23,14 +23,21 @@ from torch import Tensor
 
 from megatron_lossagg.integrations import weigh_rl
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import ENTROPY, KL, Drawn, HookedDriver, Unchanging
+from megatron_lossagg.verify.drivers.driver import (
+    ENTROPY,
+    IGNORED,
+    KL,
+    Drawn,
+    HookedDriver,
+    Unchanging,
+)
 from megatron_lossagg.verify.drivers.imports import defaults
 from megatron_lossagg.verify.drivers.llama_factory import trainer_of, use_cpu
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _STRATEGY = "roll.distributed.strategy.megatron_strategy"
 _POLICY, _SFT = "roll.pipeline.rlvr.actor_worker", "roll.pipeline.sft.sft_worker"
-_WIDTH, _BATCH, _IGNORED = 24, 2, -100
+_WIDTH, _BATCH = 24, 2
 """Of a padded sequence; sequences of a microbatch."""
 _TEXTS = ("input_ids", "attention_mask", "labels")
 """The columns of SFT."""
@@ -154,9 +161,7 @@ class FrameworkDriver(HookedDriver):
 
     def _trainer_step(self, trained: str | Aggregation) -> Mapping[str, float]:
         """Run a step of mcore_adapter's trainer, and its log."""
-        from megatron.core import parallel_state
-
-        mine = self.drawn[parallel_state.get_data_parallel_rank() :: self.parallelism.dp]
+        mine = self.mine()
         batches = []
         for at in range(0, len(mine), _BATCH):
             made = columns(mine[at : at + _BATCH])
@@ -238,7 +243,7 @@ def columns(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
     for row, here, one in zip(tokens, is_token, drawn, strict=True):
         row[: len(one.tokens)], here[: len(one.tokens)] = one.tokens, 1
     mask = _of_responses(drawn, "mask").long()
-    labels = tokens.where(mask == 1, _IGNORED).roll(-1, 1)
+    labels = tokens.where(mask == 1, IGNORED).roll(-1, 1)
     masks = {"response_mask": mask, "final_response_mask": mask[:, 1:].clone()}
     names = ("old_log_probs", "ref_log_probs", "advantages")
     values = {name: _of_responses(drawn, name)[:, 1:].contiguous() for name in names}

@@ -21,6 +21,7 @@ from megatron_lossagg.integrations._shared import WEIGH, replaced
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.drivers.driver import DIVISOR, ENTROPY, KL, Drawn, Driver, column
+from megatron_lossagg.verify.drivers.imports import packed_seq_params
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 
@@ -105,11 +106,9 @@ def use_cpu() -> None:
     adapters: Any = importlib.import_module("megatron.bridge.peft.utils")
     adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     utils: Any = importlib.import_module(f"{_SKYRL}.distributed.megatron.megatron_utils")
-    if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 0.16; Mamba's
-        utils.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
+    utils.PackedSeqParams = packed_seq_params()
     # SkyRL asks whether the model is one of Bridge's, where it can be imported.
     sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None  # type: ignore[assignment]
     dispatch: Any = importlib.import_module(f"{_SKYRL}.distributed.dispatch")

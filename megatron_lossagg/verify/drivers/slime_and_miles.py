@@ -20,7 +20,15 @@ from megatron_lossagg.integrations._rollouts import REDUCER, Hooks, spelled
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import CLIP, DUAL_CLIP, ENTROPY, KL, Drawn, Driver
+from megatron_lossagg.verify.drivers.driver import (
+    CLIP,
+    DUAL_CLIP,
+    ENTROPY,
+    KL,
+    Drawn,
+    Driver,
+    Unchanging,
+)
 from megatron_lossagg.verify.drivers.runs import FrameworkError
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -113,7 +121,7 @@ class RolloutDriver(Driver):
             data[key.replace("old_", "")] = self._held(partition, data, key)
         iterator, (m,), (g,) = self.iterator(args, chunk, data)
         losses = self.train_one_step(
-            args, 0, 0, iterator, [chunk], _Optimizer(), _Scheduler(), m, g
+            args, 0, 0, iterator, [chunk], Unchanging(), Unchanging(), m, g
         )
         names = ("loss", *self.terms)
         return {name: float(losses[name]) for name in names if name in losses}
@@ -146,24 +154,6 @@ class RolloutDriver(Driver):
     @abstractmethod
     def train_one_step(self, *given: Any) -> Mapping[str, Any]:
         """Run the framework's step; return what it logs."""
-
-
-class _Optimizer:
-    """Changes no weight."""
-
-    param_groups = ()
-
-    def zero_grad(self) -> None:
-        """Do nothing."""
-
-    def step(self) -> tuple[bool, float, int]:
-        """Do nothing, well."""
-        return True, 0.0, 0
-
-
-class _Scheduler:
-    def step(self, increment: int) -> None:
-        """Do nothing."""
 
 
 def parsed(hooks: Hooks, provider: Any = None) -> Namespace:

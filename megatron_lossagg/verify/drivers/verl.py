@@ -65,10 +65,7 @@ class FrameworkDriver(Driver):
 
     def train(self, trained: str | Aggregation, prepared: Any) -> Mapping[str, float]:
         """Train this rank's sequences in microbatches of two or one."""
-        from megatron.core import parallel_state
-
-        dp_rank = parallel_state.get_data_parallel_rank()
-        mine = self.drawn[dp_rank :: self.parallelism.dp]
+        mine = self.mine()
         batch = batch_of(mine, size=2 - len(mine) % 2, of_step=len(self.drawn))
         self.chunk.zero_grad_buffer()
         config = actor_config(trained)
