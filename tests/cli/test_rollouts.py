@@ -87,7 +87,7 @@ VERL = [
     {"input": "q1", "output": "de", "gts": None, "score": 1.0, "step": 7, "acc": 2},
     {"input": "q2", "output": "", "gts": None, "score": 0.0, "step": 7, "acc": 3},
 ]
-"""As verl 0.9.1 writes it; tests/integrations/rollout_checks.py runs its own code."""
+"""As verl 0.9.1 writes it; tests/frameworks/several/rollout_checks.py runs its own code."""
 CHAT = [
     {"role": "system", "content": "sys"},
     {"role": "user", "content": "q"},

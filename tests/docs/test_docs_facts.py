@@ -204,7 +204,7 @@ def test_what_ran_names_the_releases_that_the_tests_fetch_and_install():
     assert fetched.pop("Megatron-LM").startswith("55ac7082")
     for name, commit in fetched.items():
         assert commit[:8] in page, name
-    installed = (ROOT / "tests" / "integrations" / "requirements.txt").read_text()
+    installed = (ROOT / "tests" / "frameworks" / "requirements.txt").read_text()
     for name, release in re.findall(r"^(\S+)==(\S+)$", installed.split("\n\n")[0], re.M):
         assert re.search(rf"\[{name}\]\S* \| [^|]*{re.escape(release)}", page, re.I), name
 

@@ -54,14 +54,15 @@ def test_every_exhaustive_target_takes_its_parts_from_make():
 
 
 def test_drawn_checks_of_ms_swift_run_in_a_process_without_stand_ins():
-    processes = runpy.run_path(str(ROOT / "tests" / "integrations" / "run.py"))["processes"]
+    processes = runpy.run_path(str(ROOT / "tests" / "frameworks" / "run.py"))["processes"]
     drawn = draw.parts("test-frameworks")
     first, second, third = [files for files, _, _ in processes(drawn)]
-    assert all("swift" in file for file in first)
+    assert len(first) == 3
+    assert all("/ms_swift/" in file for file in first)
     assert sorted([*first, *second]) == drawn
-    assert third == ["tests/integrations/skyrl_checks.py"]
-    ((files, options, _),) = processes(["a/swift_checks.py::test_one"])
-    assert (files, options) == (["a/swift_checks.py::test_one"], [])
+    assert third == ["tests/frameworks/skyrl/skyrl_checks.py"]
+    ((files, options, _),) = processes(["ms_swift/swift_checks.py::test_one"])
+    assert (files, options) == (["ms_swift/swift_checks.py::test_one"], [])
 
 
 def checked(folder, *targets, **environment):

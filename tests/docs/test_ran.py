@@ -54,12 +54,14 @@ def test_a_file_of_tests_is_written_with_the_commits_of_the_checkouts_that_it_na
 ):
     monkeypatch.setenv("FRAMEWORKS_DIR", str(tmp_path))
     (tmp_path / "miles").mkdir()  # no clone: which commit it is nobody knows
-    assert ran.release_of("tests/integrations/test_slime.py") == ""
+    assert ran.release_of("tests/frameworks/slime_and_miles/test_slime.py") == ""
     git = ["git", "-C", tmp_path / "slime", "-c", "user.name=a", "-c", "user.email=a"]
     subprocess.run(["git", "init", "--quiet", tmp_path / "slime"], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=a"], check=True)
     head = subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
-    assert ran.release_of("tests/integrations/test_slime.py") == f"slime {head}"
-    assert ran.release_of("tests/integrations/test_slime_miles_reducer.py") == ""  # needs none
+    assert ran.release_of("tests/frameworks/slime_and_miles/test_slime.py") == f"slime {head}"
+    assert (
+        ran.release_of("tests/frameworks/slime_and_miles/test_slime_miles_reducer.py") == ""
+    )  # needs none
     monkeypatch.delenv("FRAMEWORKS_DIR")
-    assert ran.release_of("tests/integrations/test_slime.py") == ""
+    assert ran.release_of("tests/frameworks/slime_and_miles/test_slime.py") == ""

@@ -1,7 +1,7 @@
 """``lossagg verify --framework``: a framework's own functions run, or why they do not.
 
-Of released verl and SkyRL they run in ``tests/integrations/verify_checks.py``; of frameworks that
-are not released, here, from checkouts in ``FRAMEWORKS_DIR``.
+Of released verl and SkyRL they run in ``tests/frameworks/several/verify_checks.py``; of
+frameworks that are not released, here, from checkouts in ``FRAMEWORKS_DIR``.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import fork_server
+from framework_folders import PATH, ROOT
 from frameworks import INSTALLED, SERVING, checkout_of, copy_of, needs
 
 from megatron_lossagg.cli.main import main
@@ -26,8 +27,6 @@ from megatron_lossagg.verify.drivers.outcome import FrameworkError, outcome_of
 from megatron_lossagg.verify.drivers.runs import run_framework
 from megatron_lossagg.verify.drivers.slime_and_miles import parsed
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, driver_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def write_verl(folder, init):
@@ -261,12 +260,7 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
     (folder / "sitecustomize.py").write_text(
         "import stand_ins\nstand_ins.install(stand_ins.SERVING)\n"
     )
-    own = [
-        folder,
-        ROOT,
-        ROOT / "tests" / "integrations",
-        *map(checkout_of, checkouts),
-    ]
+    own = [folder, *PATH, *map(checkout_of, checkouts)]
     path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("PYENV_VERSION", platform.python_version())  # for a checkout's make
