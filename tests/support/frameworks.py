@@ -76,3 +76,11 @@ def reference(dtype, stages=1):
     file = new_folder() / "reference.pt"
     launched("frameworks/several/framework_step.py", dtype, file, stages, processes=1)
     return file
+
+
+def assert_live(framework, *, cases, refused=0):
+    """Each case is the reference at two numbers of microbatches; all refuse together so often."""
+    arguments = (reference("float64"), framework)
+    out = launched("frameworks/several/framework_worker.py", *arguments, processes=4)
+    assert out.count(": the reference") == 2 * cases
+    assert out.count("refused together") == refused

@@ -1,6 +1,6 @@
 """NeMo-RL's own trainer and Megatron worker on a CPU, from a checkout with or without our patch.
 
-``nemo_rl_worker.py plan CHECKOUT FILE LOSS/MODE ...``, as in ``nemo_rl_cases.py``, one process:
+``nemo_rl_worker.py plan CHECKOUT FILE LOSS/MODE ...``, of ``LOSSES`` and ``MODES``, one process:
 the real ``grpo_train`` until it calls ``policy.train``, and a reference in float64 for each
 optimizer step.
 ``nemo_rl_worker.py train CHECKOUT FILE CP HOW CASE ...``, HOW one of padded, dynamic, packed and
@@ -22,8 +22,13 @@ optimizer, which records gradients and changes nothing.
 
 import contextlib
 import io
+import math
+import os
 import pickle
 import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import framework_step
 import imports_nemo_rl  # noqa: F401  first
@@ -33,31 +38,259 @@ import torch
 import torch.distributed as dist
 from drawn_step import Step
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from nemo_rl.algorithms.loss.interfaces import LossType
-from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cases import (
-    LANGUAGE_MODEL,
-    LOSSES,
-    MODES,
-    PROMPTS,
-    SAMPLES,
-    SEQUENCES_PER_STEP,
-    TEACHERS_TOKENS,
-    config,
-    drawn,
-    loss_of,
-    reference_steps,
-    with_value_head,
+from nemo_rl.algorithms.loss.loss_functions import (
+    ClippedPGLossConfig,
+    ClippedPGLossFn,
+    DistillationLossConfig,
+    DistillationLossFn,
+    MseValueLossConfig,
+    MseValueLossFn,
+    NLLLossFn,
 )
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_functions import losses_of
-from nemo_rl_trainer import Nothing, train_data
 
+import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.drivers import nemo_rl as driver
 from megatron_lossagg.verify.drivers.nemo_rl import sharded, worker_module
 from megatron_lossagg.verify.step_data import VOCABULARY
+
+PROMPTS, SAMPLES, SEQUENCES_PER_STEP = 6, 4, 12
+KL = 0.1
+CLIP_OF_VALUES = 0.3
+FORWARD_KL, TEACHERS_TOKENS = 0.3, 3
+"""A mixed KL's part of KL(teacher | student), and the tokens that a teacher gives."""
+MODES = {
+    "token_mean": Aggregation("token_mean"),
+    "sample_mean": Aggregation("sample_mean"),
+    "constant": Aggregation("constant", divisor=40),
+    "sample_sum": Aggregation("sample_sum"),
+    "all prompts": Aggregation("prompt_mean"),
+    "prompts with tokens": Aggregation("prompt_mean", count_empty=False),
+}
+LOSSES = {
+    "token": ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=KL)),
+    "sequence": ClippedPGLossFn(
+        ClippedPGLossConfig(token_level_loss=False, reference_policy_kl_penalty=KL)
+    ),
+    "nll": NLLLossFn(),
+    "value": MseValueLossFn(MseValueLossConfig(scale=0.7, cliprange=CLIP_OF_VALUES)),
+    "split": ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=KL)),
+    "split nll": NLLLossFn(),
+    "KL": DistillationLossFn(DistillationLossConfig(mixed_kl_weight=FORWARD_KL)),
+    "KL with a rest": DistillationLossFn(
+        DistillationLossConfig(mixed_kl_weight=FORWARD_KL, zero_outside_topk=True)
+    ),
+}
+
+
+def loss_of(loss, mode):
+    options = {"weights_in_data": "prompts" in mode, "split_steps": loss.startswith("split")}
+    return aggregated(LOSSES[loss], MODES[mode], **options)
+
+
+def config(generation=None):
+    """Return NeMo-RL's own configuration of GRPO on Megatron."""
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+    from omegaconf import OmegaConf
+
+    register_omegaconf_resolvers()
+    file = Path(os.environ["FRAMEWORKS_DIR"], "NeMo-RL/examples/configs/grpo_math_1B_megatron.yaml")
+    made = MasterConfig(**OmegaConf.to_container(load_config(file), resolve=True))
+    made.grpo.num_prompts_per_step, made.grpo.num_generations_per_prompt = PROMPTS, SAMPLES
+    made.grpo.overlong_filtering, made.grpo.max_num_steps = True, 1
+    made.policy["train_global_batch_size"] = SEQUENCES_PER_STEP
+    made.policy["make_sequence_length_divisible_by"] = 4
+    return made
+
+
+def drawn(seed, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+class ValueHead(torch.nn.Linear):
+    """In place of the one of Megatron-Bridge: a value for each token."""
+
+    def __init__(self):
+        super().__init__(16, 1, bias=False)
+        self.weight.data = drawn(7, 1, 16)
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        return super().forward(hidden), None
+
+
+def with_value_head(*arguments):
+    model = LANGUAGE_MODEL(*arguments)
+    model.output_layer = ValueHead()
+    return model
+
+
+LANGUAGE_MODEL = tiny_gpt.gpt
+
+
+def token_losses(loss, data, sequence, out):
+    """Return the losses of a sequence's tokens but the first one, in float64."""
+    tokens = data["input_ids"][sequence, : data["input_lengths"][sequence]]
+
+    def of(name):
+        return data[name][sequence, 1 : len(tokens)].double()
+
+    if loss == "value":
+        values = out[:-1, 0]
+        clipped = values.clamp(of("values") - CLIP_OF_VALUES, of("values") + CLIP_OF_VALUES)
+        errors = [(value - of("returns")) ** 2 for value in (values, clipped)]
+        return 0.35 * torch.maximum(*errors)
+    if loss.startswith("KL"):
+        teacher = [data[f"teacher_topk_{name}"][sequence] for name in ("logits", "indices")]
+        return [kl_of(loss, out[t], *(one[t] for one in teacher)) for t in range(len(tokens) - 1)]
+    x = torch.log_softmax(out[:-1], -1).gather(1, tokens[1:, None])[:, 0]
+    if loss.endswith("nll"):
+        return -x
+    ratio, a = (x - of("prev_logprobs")).exp(), of("advantages")
+    d = of("reference_policy_logprobs") - x
+    kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
+    return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
+
+
+def kl_of(loss, logits, teacher_logits, indices):
+    """Return both KL of a token, of the tokens that the teacher gives; others have e**-100."""
+    others = set(range(len(logits))) - set(indices.tolist()) if "rest" in loss else ()
+    log_q = (teacher_logits - teacher_logits.logsumexp(0)).tolist()
+    taken = logits if "rest" in loss else logits[indices]
+    log_p = {v: logits[v] - taken.logsumexp(0) for v in [*indices.tolist(), *others]}
+    both = 0
+    for v, q in zip(indices.tolist(), log_q, strict=True):
+        weight = FORWARD_KL * math.exp(q) - (1 - FORWARD_KL) * log_p[v].exp()
+        both = both + weight * (q - log_p[v])
+    for v in others:
+        both = both + (1 - FORWARD_KL) * log_p[v].exp() * (log_p[v] + 100)
+    return both
+
+
+def reference_steps(loss, data, aggregation):
+    """Return the loss and the gradients by name of each optimizer step, in float64."""
+    make = with_value_head if loss == "value" else LANGUAGE_MODEL
+    model = make(tiny_gpt.config_of(), get_gpt_layer_local_spec())
+    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+    steps = []
+    for start in range(0, PROMPTS * SAMPLES, SEQUENCES_PER_STEP):
+        sequences = []
+        for number in range(start, start + SEQUENCES_PER_STEP):
+            if not data["sample_mask"][number]:
+                continue
+            tokens = data["input_ids"][number, : data["input_lengths"][number]]
+            out = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+            mask = data["token_mask"][number, 1 : len(tokens)].int().tolist()
+            ids = {"sample": number, "prompt": number // SAMPLES}
+            x = list(token_losses(loss, data, number, out))
+            sequences.append({"x": x, "counted": mask, "trained": mask, **ids})
+        total = reference_loss.step_loss(
+            aggregation.mode, sequences, **reference_options(aggregation, ())
+        )
+        grads = torch.autograd.grad(total, list(named.values()))
+        steps.append((total.item(), dict(zip(named, grads, strict=True))))
+    return steps
+
+
+MASKED_PROMPT, EMPTY_PROMPT = 2, 4
+"""A prompt whose sample_mask is 0 everywhere, and one with no active tokens."""
+TRUNCATED = (1, 18)
+"""Sequences whose sample_mask becomes 0, as too long ones."""
+
+
+def prompts():
+    """Return the data loader's batch: one user message per prompt."""
+    lengths = [2 + number % 3 for number in range(PROMPTS)]
+    logs = [
+        [{"role": "user", "content": "", "token_ids": torch.arange(n) + number + 1}]
+        for number, n in enumerate(lengths)
+    ]
+    counted = torch.ones(PROMPTS)
+    counted[MASKED_PROMPT] = 0
+    return BatchedDataDict(
+        message_log=logs,
+        length=torch.tensor(lengths),
+        loss_multiplier=counted,
+        extra_env_info=[None] * PROMPTS,
+        idx=list(range(PROMPTS)),
+        task_name=["task"] * PROMPTS,
+    )
+
+
+def rollouts(*, input_batch, **_):
+    """In place of generation and environments: answers, rewards, and which were truncated."""
+    rewards = []
+    for sequence, log in enumerate(input_batch["message_log"]):
+        length = 1 + (7 * sequence + sequence // 5) % 6
+        tokens = torch.arange(length) * 3 % 11 + sequence % 5
+        answer = {"role": "assistant", "content": "", "token_ids": tokens}
+        if sequence // SAMPLES == EMPTY_PROMPT:
+            answer["role"] = "environment"
+        else:
+            answer["generation_logprobs"] = (-2 + 0.1 * drawn(sequence, length)).float()
+        log.append(answer)
+        rewards.append((sequence * sequence) % 7 / 7.0)
+    truncated = torch.zeros(len(rewards), dtype=torch.bool)
+    truncated[list(TRUNCATED)] = True
+    input_batch["total_reward"], input_batch["truncated"] = torch.tensor(rewards), truncated
+    return input_batch, defaultdict(float)
+
+
+class Trained(Exception):  # noqa: N818
+    """Ends ``grpo_train`` where it has called the policy's ``train``."""
+
+
+class Nothing:
+    """A logger, a checkpointer, a generation: every method returns None."""
+
+    weight_synchronizer = None
+
+    def __getattr__(self, name):
+        if name == "requires_kv_scale_sync":
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class Policy(Nothing):
+    """In place of the policy: fixed log-probabilities; ``train`` keeps what it is given."""
+
+    def get_logprobs(self, data, **_):
+        return {"logprobs": -2 + 0.2 * drawn(101, *data["input_ids"].shape)}
+
+    def get_reference_policy_logprobs(self, data, **_):
+        return {"reference_logprobs": -2 + 0.2 * drawn(102, *data["input_ids"].shape)}
+
+    def train(self, data, loss_fn, **_):
+        self.data, self.loss_fn = data, loss_fn
+        raise Trained
+
+
+def train_data(loss_fn):
+    """Run NeMo-RL's trainer until it trains; return the batch for the policy."""
+    from nemo_rl.algorithms import grpo
+
+    grpo.run_multi_turn_rollout = rollouts
+    grpo.refit_policy_generation = lambda *_, **__: {}
+    grpo.should_use_async_rollouts = lambda _: False
+    policy, batches, tokenizer = Policy(), [prompts()], SimpleNamespace(pad_token_id=0)
+    state = grpo._initial_grpo_save_state()
+    try:
+        grpo.grpo_train(
+            policy, Nothing(), batches, None, tokenizer, loss_fn, {}, None, Nothing(), Nothing(),
+            state, config(),
+        )  # fmt: skip
+    except Trained:
+        assert policy.loss_fn is loss_fn
+    return policy.data
+
 
 WHAT, _, FILE, *OTHERS = sys.argv[1:]
 OPTIONS = {

@@ -20,9 +20,14 @@ import tiny_gpt  # installs the stand-ins of megatron_lossagg.cpu
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from miles_functions import Miles
-from slime_functions import Slime
-from slime_miles_data import GLOBAL_BATCH, ROLLOUTS, arguments, rollout_data
+from slime_miles_functions import (
+    GLOBAL_BATCH,
+    ROLLOUTS,
+    Miles,
+    Slime,
+    arguments,
+    rollout_data,
+)
 
 import megatron_lossagg.cpu as cpu
 import megatron_lossagg.cpu.training as cpu_training

@@ -18,8 +18,7 @@ import slime_miles_page
 import torch
 from conftest import launched
 from device_double import DeviceDouble
-from frameworks import LAYOUTS, SERVING, needs, reference
-from live import assert_live
+from frameworks import LAYOUTS, SERVING, assert_live, needs, reference
 from slime_miles_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 
 from megatron_lossagg import Aggregation

@@ -81,7 +81,7 @@ def test_bshd_with_context_parallelism_is_refused(miles_cp, framework_args):
 
 
 def test_arguments_of_megatron_that_are_imported_and_not_set_refuse_nothing(miles_cp, monkeypatch):
-    """On Megatron-LM's own module: ``Miles.wiring`` in ``miles_functions.py``."""
+    """On Megatron-LM's own module: ``Miles.wiring`` in ``slime_miles_functions.py``."""
 
     def get_args():
         raise AssertionError("args is not initialized.")
