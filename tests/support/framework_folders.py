@@ -8,7 +8,7 @@ INSTALLED = ROOT / ".venv-frameworks"
 FOLDERS = sorted(path for path in (ROOT / "tests" / "frameworks").iterdir() if path.is_dir())
 """One for each framework, and ``several``; none has another's name for a module.
 
-Not the folder above them: in it ``import verl`` would find a folder where verl is not installed.
+Not the folder above them: in it an import of a framework that is absent would find its folder.
 """
 PATH = [ROOT, ROOT / "tests" / "support", *FOLDERS]
 """This checkout, and the modules of its tests of frameworks."""

@@ -17,10 +17,6 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """DP and CP."""
 
 
-SERVING = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
-"""What slime and miles import."""
-
-
 def checkout_of(framework):
     """Return the path of a framework's checkout; it may not exist."""
     return Path(FRAMEWORKS_DIR or os.devnull, framework)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED, WRITTEN = ROOT / "tests" / "ran", ROOT / "runs" / "ran"
-RELEASED = (ROOT / "tests" / "frameworks" / "requirements.txt").read_text().partition("\n\n")[0]
-"""A line for each framework whose release the files of checks run."""
+RELEASED = (ROOT / "tests" / "frameworks" / "requirements.txt").read_text()
+"""A line for each package whose release the files of checks run."""
 
 
 def read(file: Path) -> list[list[str]]:
@@ -50,15 +50,13 @@ def version(package: str) -> str:
 def release_of(file: str) -> str:
     """Return what a file of ``tests/frameworks`` ran on; empty if that is not known.
 
-    The released frameworks of a file of checks, its folder's or those that it names, or the
-    checkouts that a test names.
+    The release of its folder's framework for a file of checks, or the checkouts that it names.
     """
     path, text = Path(file), (ROOT / file).read_text()
+    package = path.parent.name.replace("_", "-")
+    if path.stem.endswith("_checks") and f"\n{package}==" in RELEASED:
+        return f"{package} {version(package)}"
     named = {*re.findall(r'"([\w-]+)', text)}
-    if path.stem.endswith("_checks"):
-        named.add(path.parent.name.replace("_", "-"))
-        packages = sorted(named & {*re.findall(r"^([\w-]+)==", RELEASED, re.MULTILINE)})
-        return ", ".join(f"{package} {version(package)}" for package in packages)
     folder = Path(os.environ.get("FRAMEWORKS_DIR") or os.devnull)
     commits = []
     for checkout in sorted(named):

@@ -9,13 +9,16 @@ import page_lines
 import page_stops
 import stand_ins
 
-PACKAGES = {"bridge": "megatron-bridge", "mcore_adapter": "mcore-adapter"}
-"""The packages of its two Megatron backends."""
+BACKENDS = {
+    "bridge": ("megatron-bridge", "Megatron-Bridge/3rdparty/Megatron-LM/megatron"),
+    "mcore_adapter": ("mcore-adapter", "ROLL/mcore_adapter/src"),
+}
+"""Its two Megatron backends: the package of each, and the checkout that has it."""
 
 
 def start(folder, backend):
     """Start LLaMA-Factory; return what was reached, or None, and the ended process."""
-    page_lines.as_installed(folder, PACKAGES[backend])
+    page_lines.as_installed(folder, BACKENDS[backend][0])
     (text,) = page_lines.blocks("llama-factory", "python")[:1]
     (line,) = page_lines.blocks("llama-factory", "sh")
     paths = [page_lines.checkout_of("LLaMA-Factory/src")]

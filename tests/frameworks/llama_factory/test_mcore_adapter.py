@@ -126,8 +126,8 @@ def test_without_mcore_adapter_install_says_what_it_expected():
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("bridge", marks=needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron")),
-        pytest.param("mcore_adapter", marks=needs("ROLL/mcore_adapter/src")),
+        pytest.param(name, marks=needs(checkout))
+        for name, (_, checkout) in llama_factory_page.BACKENDS.items()
     ],
 )
 def test_llama_factory_reads_its_file_and_its_backend_has_the_mode(tmp_path, backend):

@@ -15,6 +15,7 @@ from megatron_lossagg.cpu.training import install_training
 
 install_training()
 
+import hooked_loop  # noqa: E402
 import pytest  # noqa: E402
 import tiny_gpt  # noqa: E402
 import torch  # noqa: E402
@@ -31,7 +32,6 @@ from token_model import error_of, masked_sum, mean_by_hand, wrapped  # noqa: E40
 
 from megatron_lossagg import Aggregation, LossAggregator  # noqa: E402
 from megatron_lossagg.errors import ContractError  # noqa: E402
-from megatron_lossagg.integrations.bridge import BridgeIntegration  # noqa: E402
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration  # noqa: E402
 from megatron_lossagg.loop.schedule_hook import ScheduleHook  # noqa: E402
 from megatron_lossagg.reduction.aggregation import Options  # noqa: E402
@@ -154,7 +154,7 @@ def compare_dynamic():
         ):
             train("zigzag", padding=padding)
     with pytest.raises(ContractError, match="dynamic_context_parallel is True, which is not"):
-        train("zigzag", integration=BridgeIntegration())
+        train("zigzag", integration=hooked_loop.OfDicts())
     with pytest.raises(ContractError, match="got a record with dynamic_context_parallel"):
         train("zigzag", options=Options(probe=False, record="never"))
     config = tiny_gpt.config_of(per_token=True)

@@ -13,6 +13,7 @@ from laws import Comparison, Laws, Tolerance
 from swift.version import __version__
 from swift_functions import ALIASED, checks, grpo_loss, grpo_losses
 from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
+from verified import assert_trains_every_mode
 
 
 def test_every_loss_type_that_is_a_sum_over_tokens_has_an_alias():
@@ -154,3 +155,7 @@ def test_ms_swift_starts_by_the_pages_line_and_the_plugin_is_in_its_process(
 ):
     found, done = ms_swift_page.start(tmp_path, trained)
     assert found == {"trainer": trainer, "aggregation": "sample_mean: w_s = 1/(B n_b)"}, done.stderr
+
+
+def test_the_step_of_a_checkout_trains_every_mode():
+    assert_trains_every_mode("ms-swift", cp=2)

@@ -11,6 +11,7 @@ import torch
 from laws import Comparison, Laws, Tolerance, difference
 from swift_functions import taken_apart
 from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
+from verified import assert_trains_every_mode
 
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -194,3 +195,7 @@ def test_a_loss_func_of_a_subclass_is_refused():
     call["model"].config = None
     with pytest.raises(ContractError, match="ms_swift_grpo"):
         SwiftIntegration().applies(call)
+
+
+def test_the_step_of_a_checkout_trains_every_mode():
+    assert_trains_every_mode("ms-swift-grpo", cp=2)

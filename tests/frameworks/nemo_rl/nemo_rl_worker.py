@@ -16,7 +16,7 @@ or one of ours: the policy worker's ``train``, weighed.
 ``NLLLossFn``, ``MseValueLossFn`` and ``DistillationLossFn``, by themselves and in the integration.
 
 Not real: Ray, generation and environments (rollouts are given), log-probabilities of the old and
-the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge loads), the
+the reference policy, the model (a tiny GPT instead of one that is loaded), the
 optimizer, which records gradients and changes nothing.
 """
 
@@ -117,7 +117,7 @@ def drawn(seed, *shape):
 
 
 class ValueHead(torch.nn.Linear):
-    """In place of the one of Megatron-Bridge: a value for each token."""
+    """In place of the one that is loaded: a value for each token."""
 
     def __init__(self):
         super().__init__(16, 1, bias=False)

@@ -10,6 +10,7 @@ import torch
 from drawn_step import Step
 from shared import assert_same
 from skyrl_functions import ALIASES, batch, checks, prompt_boundaries, trainer
+from verified import assert_release_trains_every_mode, assert_runs_its_own_step
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
@@ -183,3 +184,11 @@ def test_skyrls_policy_losses_are_proportional_to_advantages(name):
 def test_skyrl_starts_by_the_pages_line_and_its_trainer_in_ray_trains_the_mode(tmp_path):
     """On the release of this process: ``run.py`` runs both."""
     skyrl_page.check(tmp_path, Path(ppo_utils.__file__).parents[4])
+
+
+def test_the_command_runs_a_frameworks_own_step(tmp_path):
+    assert_runs_its_own_step(tmp_path, "skyrl")
+
+
+def test_the_step_of_a_release_trains_every_mode(tmp_path, monkeypatch):
+    assert_release_trains_every_mode(tmp_path, monkeypatch, "skyrl")

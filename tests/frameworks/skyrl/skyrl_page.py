@@ -10,7 +10,7 @@ import page_stops
 import stand_ins
 
 WORKERS = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"
-"""They patch Bridge's classes when they are imported."""
+"""They patch classes of what loads models when they are imported."""
 
 
 def start(folder, path, *, weighed=False):

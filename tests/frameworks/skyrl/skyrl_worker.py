@@ -5,7 +5,7 @@ policy worker's ``forward_backward`` with its microbatches and metrics,
 ``MegatronModelWrapper.forward_backward_mini_batch`` with its ``loss_func``, packing,
 log-probabilities, entropy, the gather over context parallelism, the deferred gradient sync, and
 Megatron-Core's schedule, DDP and finalize. Not real: Ray (each rank runs the trainer, and takes its
-own chunk), the model (a tiny GPT instead of one that Megatron-Bridge loads), the optimizer, and
+own chunk), the model (a tiny GPT instead of one that is loaded), the optimizer, and
 ``torch.compile`` (eager).
 
 For SFT (the term ``nll``): ``SFTTrainer`` in our subclass with its own collators, training loader

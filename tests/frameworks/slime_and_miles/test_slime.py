@@ -6,6 +6,8 @@ What they refuse: ``test_slime_arguments.py``. The reducer: ``test_slime_miles_r
 import functools
 import io
 import itertools
+import os
+import platform
 import random
 import sys
 import types
@@ -18,7 +20,8 @@ import slime_miles_page
 import torch
 from conftest import launched
 from device_double import DeviceDouble
-from frameworks import LAYOUTS, SERVING, assert_live, needs, reference
+from framework_folders import PATH
+from frameworks import LAYOUTS, assert_live, checkout_of, needs, reference
 from slime_miles_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 
 from megatron_lossagg import Aggregation
@@ -33,8 +36,13 @@ from megatron_lossagg.integrations._rollouts import (
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
-from megatron_lossagg.verify.drivers.driver import draw
+from megatron_lossagg.verify.drivers.driver import aggregations, draw
+from megatron_lossagg.verify.drivers.outcome import FrameworkError
+from megatron_lossagg.verify.drivers.runs import run_framework
+from megatron_lossagg.verify.drivers.slime_and_miles import parsed
 
+SERVING = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
+"""What slime and miles import."""
 WORKER = "frameworks/slime_and_miles/slime_miles_worker.py"
 CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
 
@@ -473,3 +481,38 @@ def test_slime_and_miles_name_the_setting_once(framework, mode, capsys, monkeypa
     left_out.assert_said(capsys.readouterr().err, mode, "loss_aggregation_count_empty: false")
     framework.carry(framework.arguments(left_out.of_mode(mode, count_empty=False)))
     assert "without an active token" not in capsys.readouterr().err
+
+
+def test_an_option_that_a_framework_no_longer_has_is_named(monkeypatch):
+    training = types.ModuleType("megatron.training.arguments")
+    training.parse_args = lambda provider, **_: provider(types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, training.__name__, training)
+    monkeypatch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
+
+    def provider(args):
+        args.custom_config_path = args.custom_megatron_init_path = None
+        args.rollout_data_postprocess_path = None
+        return args
+
+    with pytest.raises(FrameworkError, match=r"lack --custom-pg-loss-reducer-function-path$"):
+        parsed(slime.HOOKS, provider)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("name", CHECKOUTS)
+def test_the_policy_loss_of_slime_and_miles_is_the_references(monkeypatch, tmp_path, name):
+    """With stand-ins for what serves rollouts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import stand_ins\nstand_ins.install(stand_ins.SERVING)\n"
+    )
+    own = [tmp_path, *PATH, checkout_of(name), checkout_of("Megatron-LM")]
+    path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYENV_VERSION", platform.python_version())  # for a checkout's make
+    framework = run_framework(name)
+    numbers = [check["gradient_error"] for check in framework["checks"]]
+    print(f"{name}: {numbers}, {framework['seconds']:.0f} s")
+    assert [(check["state"], check["explanation"]) for check in framework["checks"]] == [
+        ("PASS", "")
+    ] * len(numbers)
+    assert [check["check"] for check in framework["checks"]] == [*aggregations()]

@@ -3,6 +3,7 @@
 ``make test-frameworks`` runs verl's own code.
 """
 
+import re
 import sys
 import types
 import warnings
@@ -12,7 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from device_double import DeviceDouble
+from framework_folders import ROOT
 from frameworks import assert_live
+from recorded import columns, json_lines, read
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
@@ -441,3 +444,24 @@ def test_a_batch_that_is_on_a_device_is_counted(is_jagged):
         plan, sequences = planned("lossagg_sample_mean", mask.to(double.device))
     assert plan.active_tokens.tolist() == [2, 0, 1]
     assert sequences.tolist() == [0, 1, 2, -1]
+
+
+def test_the_modes_of_verl_are_those_of_its_page():
+    page = (ROOT / "docs/integrations/verl.md").read_text()
+    assert "Every other mode is refused." in page
+    assert set(re.findall(r"\| `lossagg_(\w+)`", page)) == set(verl._MODES)
+
+
+def test_the_file_that_verl_dumps_has_its_lengths_and_prompts(tmp_path):
+    """As verl 0.9.1 writes it; ``verl_checks.py`` runs its own code."""
+    pytest.importorskip("pandas", reason="pandas is not installed")
+    records = [
+        {"input": "q1", "output": "abc", "gts": None, "score": 0.0, "step": 7, "acc": 1},
+        {"input": "q1", "output": "de", "gts": None, "score": 1.0, "step": 7, "acc": 2},
+        {"input": "q2", "output": "", "gts": None, "score": 0.0, "step": 7, "acc": 3},
+    ]
+    rollouts = read(json_lines(tmp_path / "r.jsonl", records), flags=["--characters"])
+    assert columns(rollouts.steps[0]) == [[3, 2, 0], [0, 0, 1], None]
+    assert rollouts.notes[0] == "Read from r.jsonl: text from output, prompt from input, step."
+    assert rollouts.unit == "character"
+    assert any("Lengths are char" in note for note in rollouts.notes)

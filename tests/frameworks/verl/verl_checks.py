@@ -4,17 +4,31 @@ import ast
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import verl
 import verl_functions as verl_checks
 import verl_page
 from drawn_step import Step
 from framework_folders import ROOT
 from frameworks import checkout_of, needs
-from shared import assert_same, launched, tree_of
+from processes import is_running
+from shared import assert_same, check_of, launched, tree_of
+from verified import (
+    assert_functions_pass,
+    assert_release_trains_every_mode,
+    assert_runs_its_own_step,
+    assert_trains_every_mode,
+    lossagg_verify,
+    path_with,
+)
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
@@ -270,3 +284,71 @@ def test_what_verl_dumps_is_read(tmp_path, file):
     command = [sys.executable, "-c", READ, str(tmp_path / "7.jsonl")]
     out = subprocess.check_output(command, text=True, cwd=ROOT)
     assert out.split("\n")[:2] == ["[3, 2, 0]", "[0, 0, 1]"]
+
+
+def test_the_command_runs_a_frameworks_own_step(tmp_path):
+    assert_runs_its_own_step(tmp_path, "verl")
+
+
+def test_the_step_of_a_release_trains_every_mode(tmp_path, monkeypatch):
+    assert_release_trains_every_mode(tmp_path, monkeypatch, "verl")
+
+
+@needs("verl")
+def test_the_step_of_a_checkout_trains_every_mode(monkeypatch):
+    """Without stand-ins of the tests: what its step does not call is a placeholder of ours."""
+    monkeypatch.setenv("PYTHONPATH", path_with(checkout_of("verl")))
+    assert_trains_every_mode("verl")
+
+
+@needs("verl")
+def test_every_function_of_a_checkout_is_the_references(tmp_path):
+    assert_functions_pass(tmp_path, "verl", "verl", "stand_ins_first", 69)
+
+
+def test_a_wrong_function_of_the_framework_fails_by_name(tmp_path):
+    copy = tmp_path / "verl"
+    shutil.copytree(Path(verl.__file__).parent, copy, ignore=shutil.ignore_patterns("*.pyc"))
+    engine = copy / "workers" / "engine" / "megatron" / "transformer_impl.py"
+    text = engine.read_text()
+    right = 'scaled_loss = loss * data["num_micro_batch"]'
+    assert right in text
+    engine.write_text(text.replace(right, f"{right} * 2"))
+
+    done, report, summary = lossagg_verify(tmp_path, "verl")
+
+    assert done.returncode == 1
+    assert done.stdout.startswith("FAIL: 1 of 1 case passes")
+    check = check_of(report["framework"]["checks"], "token_mean")
+    assert check["state"] == "FAIL"
+    assert check["gradient_error"] == pytest.approx(1)
+    assert check["got"] == pytest.approx(check["wanted"], rel=1e-5)  # verl logs it before
+    for text in (check["explanation"], done.stdout, summary):
+        assert "pg_loss: trains 2 times token_mean" in text
+
+
+def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
+    """A verl that launches a rank when it is imported, as Megatron-LM's check does."""
+    pid, rank = tmp_path / "pid", tmp_path / "rank.py"
+    rank.write_text(f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid()))\n")
+    rank.write_text(rank.read_text() + "time.sleep(100)\n")
+    launches = f"cpu.launch([{str(rank)!r}], processes=1, timeout=100)"
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text(f"from megatron_lossagg import cpu; {launches}")
+    module = "megatron_lossagg.verify.drivers.runs"
+    command = f"from {module} import layout_of, run_framework; run_framework('verl')"
+    checked = subprocess.Popen(
+        [sys.executable, "-c", command],
+        env={**os.environ, "PYTHONPATH": path_with(tmp_path)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell's background job ignores it, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 100
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(checked.pid, signal.SIGINT)  # as a terminal does
+    checked.wait(timeout=60)
+    assert not is_running(int(pid.read_text()))
