@@ -64,9 +64,7 @@ def test_every_framework_that_verify_runs_is_tried():
         name for name, one in FRAMEWORKS.items() if not f"{one.package}.".startswith(tried)
     ] == []
     assert newest.names_of(("megatron.training",)) >= {"megatron.training.get_args"}
-    assert newest.names_of(("primus",)) >= {
-        "primus.backends.megatron.megatron_pretrain_trainer.MegatronPretrainTrainer"
-    }
+    assert newest.names_of(("open_instruct",)) >= {"open_instruct.grpo_fast"}
 
 
 def test_the_addresses_are_those_of_the_list_that_the_script_clones(tmp_path):
@@ -107,7 +105,7 @@ WRONG_CASE = {"verdicts": [{"passed": False, "case": "a", "explanation": "b"}]}
 )
 def test_only_a_verification_that_could_not_run_may_say_nothing(monkeypatch, report, is_good):
     monkeypatch.setattr(newest, "verify", lambda *_: {"line": "", **report})
-    failed, _ = newest.verified("primus", newest.ROOT)
+    failed, _ = newest.verified("open-instruct", newest.ROOT)
     assert (not failed) == is_good
 
 
