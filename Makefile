@@ -45,7 +45,7 @@ test-versions: $(VENV)/installed
 # Released verl, TRL, SkyRL and ms-swift on the CPU, in an environment of its own; docs/integrations/.
 .PHONY: test-frameworks
 test-frameworks: $(VENV)/installed
-	$(RUN) tests/integrations/run.py $(ONLY)
+	$(RUN) tests/frameworks/run.py $(ONLY)
 
 # The newest main of Megatron-LM and of each framework; clones them, or CHECKOUTS=folder.
 .PHONY: test-newest

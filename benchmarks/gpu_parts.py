@@ -172,7 +172,7 @@ def run_megatron_lm(output: Path, *, on_cpu: bool) -> Json:
     if missing:
         return part(NOT_RUN, f"not installed: {', '.join(missing)}")
     data = output / "sft"
-    make = [str(ROOT / "tests" / "integrations" / "make_sft_data.py"), str(data), "5"]
+    make = [str(ROOT / "tests" / "frameworks" / "megatron_lm" / "make_sft_data.py"), str(data), "5"]
     if ended := logged(make, output / "sft.txt", "megatron_lm", on_cpu=on_cpu):
         return part(FAILED, f"its data: {ended}")
     script = Path(checkout) / "pretrain_gpt.py"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from check_runner import assert_passed, checks_of
 from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
+from framework_folders import PATH
 from ran import pytest_terminal_summary  # noqa: F401  a hook
 
 from megatron_lossagg.verify.cases import CASES
@@ -56,9 +57,9 @@ def ended(script, *arguments, processes, timeout=600):
 
 
 def worker_path():
-    """Return where a worker finds the package, tests/support, and a release of Megatron."""
+    """Return where a worker finds the package, modules of tests, and a release of Megatron."""
     given = filter(None, [ENVIRONMENT.get("PYTHONPATH")])
-    return os.pathsep.join([str(TESTS.parent), str(TESTS / "support"), *given])
+    return os.pathsep.join([*map(str, PATH), *given])
 
 
 SERVERS = {

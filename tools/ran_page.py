@@ -36,7 +36,7 @@ cases right and the largest error of a gradient. *MoE*: DP 2 x CP 2 x EP 2.
 
 ## Frameworks
 
-`make test-frameworks`, and files of `tests/integrations` that ran whole on checkouts.
+`make test-frameworks`, and files of `tests/frameworks` that ran whole on checkouts.
 
 {frameworks}
 

@@ -40,7 +40,7 @@ def parts(target: str) -> list[str]:
     if target == "test-versions":
         return [*RELEASES]
     if target == "test-frameworks":
-        return files("tests/integrations/*_checks.py")
+        return files("tests/frameworks/*/*_checks.py")
     if target == "test-launch":
         return files("tests/launch/test_*.py")
     machine = [str(ROOT / "launch" / "ci" / "machine.sh"), "--list"]

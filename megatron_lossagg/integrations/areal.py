@@ -288,7 +288,7 @@ def _scales(
         )
     ids = None
     if prompt is not None and aggregation.reads("prompt"):
-        ids = prompt[:, 0].cpu()
+        ids = prompt[:, 0].cpu()  # waits before the step
     plan = plan_step(
         aggregation,
         Sequences(active_tokens=active_tokens, prompt=ids),

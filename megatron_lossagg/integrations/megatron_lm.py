@@ -5,7 +5,7 @@
 (:func:`install`). After the schedule Megatron-LM multiplies by nothing more: it logs sum / count of
 each reported pair, over microbatches, data-parallel ranks and evaluation steps. Only ``evaluate()``
 under ``--sft`` divides each microbatch's pair by itself: what it returns of ours is replaced.
-Data and loss are those of Megatron-Bridge and Primus too: a masked sum of losses.
+Data and loss, a masked sum of losses, are those of other frameworks on its loop too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _PACKED_AT = (
     ("cu_seqlens_padded", "cu_seqlens"),
     ("cu_seqlens", "cu_seqlens_unpadded"),
 )
-"""Names of the offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, each with
-the name of the offsets without padding. The first one that the data has is used."""
+"""Names of the offsets of packed sequences, each with the name of those without padding. The first
+one that the data has is used."""
 
 _OTHER_OFFSETS = ("seq_len_q", "packed_seq_params")
 """Names under which other data say how it is packed."""
@@ -139,7 +139,7 @@ def packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> Sequences:
     """Count the sequences of a microbatch from its offsets, each entry's from its own.
 
     Not counted as sequences: empty segments (Megatron-LM pads offsets with them from 0.19 on), -1
-    (Megatron-Bridge's padding of offsets), positions past an entry's last sequence, and segments
+    (others pad offsets with it), positions past an entry's last sequence, and segments
     that hold nothing but padding, by the offsets without padding or by ``padding_mask``.
     """
     b, s = mask_BP.shape

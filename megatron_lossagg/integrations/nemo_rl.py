@@ -299,6 +299,7 @@ class AggregatedLoss(PassedLoss):
         ``prompt_mean``, for a batch whose prompts are not whole in their step.
         """
         n_S, sample_mask = _counts_of(data)
+        # waits before the step: counts
         n_S, is_sequence_S = n_S.to("cpu", torch.int64), (sample_mask != 0).cpu()
         if self.aggregation.mode == "prompt_mean":
             _check_prompts(len(n_S), sequences_per_step, samples_per_prompt)
@@ -316,7 +317,7 @@ class AggregatedLoss(PassedLoss):
         """Plan one microbatch from NeMo-RL's counts of the step; w_s, 0 where sample_mask is."""
         samples = _count("global_valid_seqs", valid_seqs)
         tokens = _count("global_valid_toks", valid_toks)
-        is_sequence_b = (sample_mask != 0).cpu()
+        is_sequence_b = (sample_mask != 0).cpu()  # waits before the step
         if self.split_steps:
             if (samples, tokens) != (1, 1):
                 raise ContractError(

@@ -168,6 +168,7 @@ class Reduction:
         samples = None if self.samples is None else self.samples[start:end]
         groups = None
         if self.aggregation.mode == "balanced" and prompts is not None:
+            # waits before the step
             groups = advantage_groups(prompts, advantages.cpu(), loss_mask.cpu(), samples)
             self.groups += groups
         plan = plan_step(
@@ -276,6 +277,7 @@ def aggregated(
                 data["loss_weights"] = reduction.column(data["advantages"])
             if is_asked():
                 data[SCALE] = reduction.column(data["advantages"])
+                # waits before the step
                 data[IDS] = reduction.ids(data, prompt_boundaries).to(data["advantages"].device)
             return data
 
@@ -346,12 +348,13 @@ class _Collator:
         batch = self.collator(examples, batch_size=batch_size)
         mask = batch["loss_mask"]
         sequence = self._sequences(batch, mask)
+        # waits before the step: counts
         active_tokens = torch.bincount(sequence[mask > 0], minlength=len(examples))
         plan = plan_step(self.aggregation, Sequences(active_tokens=active_tokens))
         say_counted(plan, leave_out="count_empty=False")
         weights = plan.weights.to(mask)[sequence]
         batch["loss_mask"] = torch.where(mask > 0, weights, torch.zeros_like(mask))
-        batch.metadata[_WEIGHED] = True
+        batch.metadata[_WEIGHED] = True  # waits not: a dictionary
         return batch
 
     def _sequences(self, batch: Any, mask: Tensor) -> Tensor:

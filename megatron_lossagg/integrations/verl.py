@@ -140,6 +140,7 @@ def plan_batch(
     """
     mask = data["loss_mask"]
     sums = [sequence.bool().sum() for sequence in mask.unbind()]
+    # waits before the step: counts
     n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
     paddings = _paddings(data)
     is_sequence_b = ~torch.tensor(paddings, dtype=torch.bool)
@@ -287,6 +288,7 @@ def check_same_batch(aggregation: Aggregation, data: Any) -> None:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     named = "data- and context-parallel rank {}"
     with together(group, "compare its batch", named=named, raises=PlanError) as ranks:
+        # waits before the step: counts
         masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
         ids = [_uids(data), _paddings(data), _columns(aggregation, data), [*map(len, masks)]]
         hashed = hashlib.sha256(repr(ids).encode())

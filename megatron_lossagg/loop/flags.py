@@ -54,7 +54,7 @@ def _add_args_of_a_mode(group: argparse._ArgumentGroup) -> None:
         "--loss-aggregation",
         metavar="MODE|SYSTEM:NAME",
         help="Which loss is trained: a mode listed above, a paper's name (grpo, dr_grpo, scalerl), "
-        "or another system's, such as verl:seq-mean-token-sum-norm. Default: stock Megatron, "
+        "or another system's, such as trl:dr_grpo. Default: stock Megatron, "
         "untouched.",
     )
     group.add_argument(

@@ -253,7 +253,7 @@ def run_of(model: Any) -> Run:
 
 
 def _offsets(cu_seqlens: IntsLike) -> Tensor:
-    """Return offsets on the CPU; what Bridge pads them with, -1, is left out."""
+    """Return offsets on the CPU; -1, with which they may be padded, is left out."""
     offsets = torch.as_tensor(cu_seqlens).detach().cpu().reshape(-1)
     return offsets[offsets >= 0]
 

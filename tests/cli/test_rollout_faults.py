@@ -12,7 +12,7 @@ from megatron_lossagg.cli.main import main
 pytest.importorskip("pandas", reason="pandas is not installed")
 
 SAMPLE = {"group_index": 0, "response_length": 2, "loss_mask": None, "remove_sample": False}
-"""Of a slime dump."""
+"""Of a dump."""
 TOOL = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
 CALLS = [{"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}]
 PARTS = [{"role": "assistant", "content": ["part"]}]
@@ -79,7 +79,7 @@ RECORDS = [
     ({"group_index": {1: 2, "a": 3}}, "group_index is .*, expected a string"),
     ({"response_length": torch.ones(2, 2)}, "response_length is .*, expected an integer"),
 ]
-DUMP = "expected --save-debug-rollout-data of slime or miles"
+DUMP = "expected --save-debug-rollout-data of "
 FILES = [
     ("r.csv", "no table", r"got the ending '.csv', expected .jsonl, .parquet, .pt"),
     ("r.parquet", "no table", "cannot be read .*, expected Parquet"),

@@ -1,23 +1,18 @@
 """Reading recorded rollouts: what every known file has, or an error that names file and place."""
 
-import argparse
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from frameworks import checkout_of, needs
+from recorded import columns, json_lines, read
 
 from megatron_lossagg.cli.files import MissingPackageError
 from megatron_lossagg.cli.rollouts import (
     COLUMNS,
     RolloutsError,
-    add_reading_arguments,
-    read_rollouts,
 )
 
 pytest.importorskip("pandas", reason="pandas is not installed")
@@ -25,36 +20,6 @@ pytest.importorskip("pandas", reason="pandas is not installed")
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
 CHARACTERS = ["--characters"]
-
-
-def read(*paths, flags=()):
-    parser = argparse.ArgumentParser()
-    add_reading_arguments(parser)
-    return read_rollouts(paths, parser.parse_args(flags))
-
-
-def json_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def columns(step):
-    """Return the numbers of a step: active tokens, prompts, and samples that are not sequences."""
-    return [
-        step["active_tokens"].tolist(),
-        step["prompt"].tolist() if "prompt" in step else None,
-        None if step["sample"].is_unique else step["sample"].tolist(),
-    ]
-
-
-def sample(**fields):
-    """Return what slime's and miles' ``Sample.to_dict`` has of a sample."""
-    defaults = {
-        "group_index": 0, "index": 0, "rollout_id": None, "prompt": "q", "tokens": [1, 2],
-        "response": "a", "response_length": 2, "reward": 1.0, "loss_mask": None,
-        "remove_sample": False, "status": "completed", "metadata": {},
-    }  # fmt: skip
-    return {**defaults, **fields}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +47,6 @@ def test_a_mask_is_as_long_as_its_token_ids(tmp_path):
         read(file)
 
 
-VERL = [
-    {"input": "q1", "output": "abc", "gts": None, "score": 0.0, "step": 7, "acc": 1},
-    {"input": "q1", "output": "de", "gts": None, "score": 1.0, "step": 7, "acc": 2},
-    {"input": "q2", "output": "", "gts": None, "score": 0.0, "step": 7, "acc": 3},
-]
-"""As verl 0.9.1 writes it; tests/integrations/rollout_checks.py runs its own code."""
 CHAT = [
     {"role": "system", "content": "sys"},
     {"role": "user", "content": "q"},
@@ -114,12 +73,6 @@ READ = {
         [],
         ([2, 5, 0], [0, 1, 0], None),
         "mask, lengths from response_length, prompt from prompt_id",
-    ),
-    "verl": (
-        VERL,
-        CHARACTERS,
-        ([3, 2, 0], [0, 0, 1], None),
-        "text from output, prompt from input, step",
     ),
     "SFT": ([{"messages": CHAT}], CHARACTERS, ([5], None, None), "text from messages"),
     "other names": (
@@ -214,50 +167,6 @@ def test_a_step_with_no_active_token_is_left_out_and_counted(tmp_path):
     assert "1 step with no active token: left out." in rollouts.notes
 
 
-def test_a_slime_dump_is_read_with_removed_samples_and_split_rollouts(tmp_path):
-    samples = [
-        sample(loss_mask=[1, 0]),
-        sample(group_index=1, remove_sample=True),
-        sample(group_index=1, rollout_id=7, rollout_routed_experts=torch.tensor([[0, 1]])),
-        sample(group_index=1, rollout_id=7, response_length=5, reward=torch.tensor(1.0)),
-        sample(group_index=1, loss_mask=torch.tensor([1, 1])),
-    ]
-    torch.save({"rollout_id": 3, "samples": samples}, tmp_path / "3.pt")
-    (step,) = read(tmp_path / "3.pt").steps
-    assert columns(step) == [[1, 0, 2, 5, 2], [0, 1, 1, 1, 1], [0, 1, 2, 2, 3]]
-
-
-LONG = [torch.zeros(5000, dtype=torch.int64) for _ in range(2)]
-LONG[1][2500] = 1
-
-
-@pytest.mark.parametrize("ids", [
-    [torch.tensor(4), torch.tensor(4), torch.tensor(5)],
-    [torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 3])],
-    [LONG[0], LONG[0].clone(), LONG[1]],  # printed, both are [0, 0, 0, ..., 0, 0, 0]
-    [{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 2, "b": 1}],
-], ids=["numbers", "tokens", "long", "objects"])  # fmt: skip
-def test_ids_are_told_apart_by_value(tmp_path, ids):
-    samples = [sample(group_index=one, rollout_id=one) for one in ids]
-    torch.save({"samples": samples}, tmp_path / "3.pt")
-    assert columns(read(tmp_path / "3.pt").steps[0]) == [[2, 2, 2], [0, 0, 1], [0, 0, 1]]
-
-
-class Own:
-    """Something that a dump may hold and torch does not load by itself."""
-
-
-@pytest.mark.parametrize("value", [np.zeros(2), np.float64(1), np.dtype("i4"), Own()], ids=type)
-def test_a_dump_that_torch_does_not_load_safely_is_refused(tmp_path, value):
-    torch.save({"samples": [sample(metadata={"own": value})]}, tmp_path / "3.pt")
-    message = (
-        r"cannot be read \(it holds (numpy\S*|test_rollouts.Own)\), expected .*tensors and plain"
-    )
-    with pytest.raises(RolloutsError, match=message) as error:
-        read(tmp_path / "3.pt")
-    assert '{"prompt_id": 7, "response_length": 512}' in str(error.value)
-
-
 def saved_tokenizer(folder):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     model = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
@@ -301,46 +210,3 @@ def test_the_usual_names_are_those_of_the_page():
     lines = {line.split("|")[1].strip(" `"): line for line in page.splitlines() if "|" in line}
     for column, (usual, _, _) in COLUMNS.items():
         assert re.findall(r"`(\w+)`", lines[column].split("|")[2]) == [*usual]
-
-
-DUMP_BY = """
-import sys
-from types import SimpleNamespace
-import numpy as np, torch
-framework, checkout, template, has_numpy = sys.argv[1:]
-sys.path.insert(0, checkout)
-if framework == "slime":
-    from slime.observability.rollout_data_utils import save_debug_rollout_data
-    from slime.utils.types import Sample
-    save = lambda samples: save_debug_rollout_data(
-        template, samples, rollout_id=3, evaluation=False)
-else:
-    from miles.ray.rollout.debug_data import save_debug_rollout_data
-    from miles.utils.types import Sample
-    args = SimpleNamespace(save_debug_rollout_data=template, save_debug_trajectory_data=None)
-    save = lambda samples: save_debug_rollout_data(args, samples, 3, evaluation=False)
-samples = [Sample(group_index=g, index=g, tokens=[0] * 9, response_length=n, reward=1.0)
-           for g, n in ((0, 3), (0, 4), (1, 5), (1, 6))]
-samples[1].loss_mask = [1, 1, 0, 0]
-samples[2].remove_sample = True
-samples[3].metadata = {"t": torch.zeros(2)}
-if has_numpy == "True":
-    samples[3].rollout_routed_experts = np.zeros((8, 2, 2), dtype=np.int32)
-save(samples)
-"""
-
-
-@pytest.mark.launches
-@pytest.mark.parametrize("has_numpy", [False, True])
-@pytest.mark.parametrize(
-    "framework", [pytest.param(name, marks=needs(name, "httpx")) for name in ("slime", "miles")]
-)
-def test_what_a_framework_dumps_by_its_own_code_is_read_or_refused(tmp_path, framework, has_numpy):
-    command = [sys.executable, "-c", DUMP_BY, framework, str(checkout_of(framework))]
-    subprocess.run([*command, str(tmp_path / "{rollout_id}.pt"), str(has_numpy)], check=True)
-    if has_numpy:
-        with pytest.raises(RolloutsError, match=r"cannot be read \(it holds numpy"):
-            read(tmp_path / "3.pt")
-    else:
-        rollouts = read(tmp_path / "3.pt")
-        assert columns(rollouts.steps[0]) == [[3, 2, 0, 6], [0, 0, 1, 1], None]

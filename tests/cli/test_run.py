@@ -1,6 +1,6 @@
 """``lossagg run`` on scripts that are not Megatron-LM's: what reaches the script, what is refused.
 
-On Megatron-LM itself: ``tests/integrations/test_megatron_lm.py``.
+On Megatron-LM itself: ``tests/frameworks/megatron_lm/test_megatron_lm.py``.
 """
 
 import json

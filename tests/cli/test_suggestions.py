@@ -51,7 +51,7 @@ OPTIONS = [
 
 
 def test_the_options_of_names_are_tried():
-    assert {("verify", "--framework", "verl"), ("verify", "--packing", "bshd")} <= {*CHOICES}
+    assert {("verify", "--framework", "megatron-lm"), ("verify", "--packing", "bshd")} <= {*CHOICES}
     assert ("plot", "--column") in OPTIONS
 
 

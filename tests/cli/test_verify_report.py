@@ -124,8 +124,8 @@ def test_an_error_that_is_not_defined_is_a_dash_and_not_called_infinite():
 
 def check(**changes):
     return {
-        "check": "verl:token-mean",
-        "function": "verl.trainer.ppo.core_algos.agg_loss",
+        "check": "mine:token-mean",
+        "function": "mine.losses.core_algos.agg_loss",
         "state": "PASS",
         "got": 0.5,
         "wanted": 0.5,
@@ -139,7 +139,7 @@ def check(**changes):
 def framework_of(*checks):
     states = [each["state"] for each in checks]
     passed = "FAIL" not in states and "PASS" in states
-    return {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
+    return {"name": "mine", "seconds": 6.2, "passed": passed, "checks": list(checks)}
 
 
 def with_checks(state, *checks, verdicts=None, **changes):
@@ -164,7 +164,11 @@ BROKEN = "A rank failed\n[rank1]: Traceback (most recent call last):\n[rank1]: O
         ({"ends": True}, "FAIL", "0 of 1 case passes on"),
         ({"checks": [check(), NOT_RUN]}, "PASS", "1 of 1 case passes on"),
         ({"checks": [WRONG, NOT_RUN]}, "FAIL", "1 of 1 case passes on"),
-        ({"checks": [NOT_RUN]}, "NOT RUN", "verl: 0 of 1 check of its own code passes, 1 not run"),
+        (
+            {"checks": [NOT_RUN]},
+            "NOT RUN",
+            "mine: 0 of 1 check of its own code passes, 1 not run",
+        ),
         ({"checks": [NOT_RUN], "passed": False}, "FAIL", "0 of 1 case passes on"),
         ({"checks": [NOT_RUN], "failure": BROKEN}, "FAIL", "1 of 1 case passes on"),
         ({"checks": [NOT_RUN], "ran_on": "0.15.0"}, "FAIL", "1 of 1 case passes on"),
@@ -182,7 +186,7 @@ def test_text_json_and_markdown_begin_with_one_result(capsys, given, state, resu
     assert " ".join(found["failure"].split()) in text
     for written in (printed, text):
         assert given.get("failure", "")[:13] in written.partition(LAYOUTS[0][:4])[0]
-        assert ("verl: " in written) == ("checks" in given)
+        assert ("mine: " in written) == ("checks" in given)
 
 
 @pytest.mark.parametrize(
@@ -311,19 +315,19 @@ def test_text_is_shown_as_it_is_and_loads_nothing(evil):
 
 def test_a_check_of_a_framework_has_a_line_and_one_that_did_not_run_counts_as_neither():
     found = read(with_checks("FAIL", check(), NOT_RUN, WRONG))
-    assert "verl: 1 of 3 checks of its own code pass, 1 fails, 1 not run" in found.text
+    assert "mine: 1 of 3 checks of its own code pass, 1 fails, 1 not run" in found.text
     ran, absent, wrong = found.lines[-9:-6]
-    assert ran == ["PASS", "verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16"]
+    assert ran == ["PASS", "mine:token-mean", "core_algos.agg_loss", "0", "1.5e-16"]
     assert absent == ["NOT RUN", "absent", "core_algos.agg_loss"]
-    assert wrong == ["FAIL", "verl:token-mean", "core_algos.agg_loss", "0", "not finite"]
-    assert f"NOT RUN verl; absent: {NOT_RUN['explanation']}" in found.text
-    assert f"FAIL verl; verl:token-mean: {WRONG['explanation']}" in found.text
+    assert wrong == ["FAIL", "mine:token-mean", "core_algos.agg_loss", "0", "not finite"]
+    assert f"NOT RUN mine; absent: {NOT_RUN['explanation']}" in found.text
+    assert f"FAIL mine; mine:token-mean: {WRONG['explanation']}" in found.text
 
 
 def test_a_check_that_did_not_run_is_explained_in_a_report_that_passes():
     text = markdown(with_checks("PASS", check(), NOT_RUN))
     assert text.startswith("**lossagg verify: PASS.** 12 of 12 cases pass on 2 layouts of 4 ranks")
-    assert f"- **NOT RUN** verl; absent: {NOT_RUN['explanation']}" in text
+    assert f"- **NOT RUN** mine; absent: {NOT_RUN['explanation']}" in text
 
 
 @pytest.mark.parametrize("columns", [40, 80, 119, 120, 150, 300])
@@ -332,14 +336,14 @@ def test_in_a_terminal_of_any_width_no_word_is_cut(columns, monkeypatch, capsys)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     own = verdict(case="package.losses.reducers:focal", formula="known to the reducer", k=12345)
     verdicts = [verdict(case=str(case), formula=case.formula) for case in VERIFIED]
-    long = check(check="verl:seq-mean-token-sum-norm")
+    long = check(check="mine:seq-mean-token-sum-norm")
     show(with_checks("PASS", long, verdicts=[*verdicts, own]))
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     lines = [line.split() for line in out.splitlines()]
     words = [word for line in lines for word in line]
     for each in (*verdicts, own):
         names = [*each["case"].split(), *each["formula"].split()]
-        assert {*names, "12345", "core_algos.agg_loss", "verl:seq-mean-token-sum-norm"} <= {*words}
+        assert {*names, "12345", "core_algos.agg_loss", "mine:seq-mean-token-sum-norm"} <= {*words}
     errors = ["1.2e-15", "PASS"] if columns < 120 else ["1.2e-15", "0", "2.0e-16", "PASS"]
     row = [LOSS_SCALINGS[0], "12", "1.000000000", *errors]
     assert len([line for line in lines if line[-len(row) :] == row]) == len(VERIFIED)

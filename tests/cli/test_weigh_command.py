@@ -173,13 +173,13 @@ def test_what_is_expected_is_met_by_a_step_that_tells_it_from_other_modes(
 
 
 def test_a_framework_needs_no_script_and_takes_none(capsys):
-    assert main(["weigh", "--framework", "miles"]) == 2
-    assert "miles is not installed here" in capsys.readouterr().err
-    assert main(["weigh", "--framework", "miles", "pretrain_gpt.py"]) == 2
+    assert main(["weigh", "--framework", "primus"]) == 2
+    assert "primus is not installed here" in capsys.readouterr().err
+    assert main(["weigh", "--framework", "primus", "pretrain_gpt.py"]) == 2
     assert "got --framework with the script pretrain_gpt.py" in capsys.readouterr().err
-    assert main(["weigh", "--framework", "miles", "--expect", "token_mean"]) == 2
+    assert main(["weigh", "--framework", "primus", "--expect", "token_mean"]) == 2
     assert "got --framework with --expect, which is for a script" in capsys.readouterr().err
-    assert main(["weigh", "--framework", "miles", "--dp", "5"]) == 2
+    assert main(["weigh", "--framework", "primus", "--dp", "5"]) == 2
     assert "a --dp that divides the 12 drawn sequences" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["weigh"])
@@ -189,5 +189,5 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
 def test_weights_of_ones_own_are_no_mode_of_a_frameworks_step(capsys):
     own = "megatron_lossagg.verify.cases:mean_of_prompts"
     options = ["--loss-aggregation-weights-path", own]
-    assert main(["weigh", "--framework", "miles", *options]) == 2
+    assert main(["weigh", "--framework", "primus", *options]) == 2
     assert "expected a mode with a formula" in capsys.readouterr().err

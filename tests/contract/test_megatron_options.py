@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import TESTS
+from framework_folders import PATH
 from frameworks import checkout_of, lacks
 from option_releases import missing_or_early, table
 from ranks import rows_of
@@ -82,7 +83,7 @@ def worker_of(framework):
     if reason := lacks(framework):
         pytest.skip(reason)
     checkout = checkout_of(framework)
-    paths = [checkout, TESTS.parent, TESTS / "support", TESTS / "integrations"]
+    paths = [checkout, *PATH]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, str(TESTS / "contract" / "options_worker.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -16,7 +16,6 @@ import megatron_lossagg
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.integrations import verl
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import ALIASES, MODES
@@ -83,12 +82,6 @@ def names_that_are_reported():
     loss = mb.reduce(torch.ones(2, requires_grad=True))
     *_, report = mb.outputs(loss, report={PretrainIntegration.loss_name: loss})
     return set(report)
-
-
-def test_the_modes_of_verl_are_those_of_its_page():
-    page = (ROOT / "docs/integrations/verl.md").read_text()
-    assert "Every other mode is refused." in page
-    assert set(re.findall(r"\| `lossagg_(\w+)`", page)) == set(verl._MODES)
 
 
 def test_the_dashboard_lists_the_names_of_a_report():
@@ -204,7 +197,7 @@ def test_what_ran_names_the_releases_that_the_tests_fetch_and_install():
     assert fetched.pop("Megatron-LM").startswith("55ac7082")
     for name, commit in fetched.items():
         assert commit[:8] in page, name
-    installed = (ROOT / "tests" / "integrations" / "requirements.txt").read_text()
+    installed = (ROOT / "tests" / "frameworks" / "requirements.txt").read_text()
     for name, release in re.findall(r"^(\S+)==(\S+)$", installed.split("\n\n")[0], re.M):
         assert re.search(rf"\[{name}\]\S* \| [^|]*{re.escape(release)}", page, re.I), name
 

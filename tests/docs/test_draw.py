@@ -53,15 +53,18 @@ def test_every_exhaustive_target_takes_its_parts_from_make():
         assert "this that" in printed
 
 
-def test_drawn_checks_of_ms_swift_run_in_a_process_without_stand_ins():
-    processes = runpy.run_path(str(ROOT / "tests" / "integrations" / "run.py"))["processes"]
+def test_drawn_checks_that_need_no_stand_ins_run_alone_and_those_of_two_releases_twice():
+    run = runpy.run_path(str(ROOT / "tests" / "frameworks" / "run.py"))
+    processes, alone = run["processes"], run["ALONE"]
     drawn = draw.parts("test-frameworks")
     first, second, third = [files for files, _, _ in processes(drawn)]
-    assert all("swift" in file for file in first)
+    assert first == [file for file in drawn if f"/{alone}/" in file]
     assert sorted([*first, *second]) == drawn
-    assert third == ["tests/integrations/skyrl_checks.py"]
-    ((files, options, _),) = processes(["a/swift_checks.py::test_one"])
-    assert (files, options) == (["a/swift_checks.py::test_one"], [])
+    assert third == [file for file in drawn if f"/{run['OF_TWO_RELEASES']}/" in file]
+    assert first
+    assert third
+    ((files, options, _),) = processes([f"{alone}/a_checks.py::test_one"])
+    assert (files, options) == ([f"{alone}/a_checks.py::test_one"], [])
 
 
 def checked(folder, *targets, **environment):

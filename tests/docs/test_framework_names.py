@@ -18,26 +18,22 @@ NAMES = {
     "LLaMA-Factory": "mcore[-_]adapter|llama[-_]?factory",
     "ROLL": "(?-i:ROLL)",
     "Primus": "primus",
-    "Megatron-Bridge": "bridge",
+    "Megatron-Bridge": r"(?<!mcore-)(?<!self\.)bridge",
     "open-instruct": "open[-_]instruct",
 }
-"""How a framework is written. Megatron-LM is where all of this runs."""
+"""How a framework is written. Megatron-LM is where all of this runs. ms-swift's mcore-bridge, which
+its trainers have as ``self.bridge``, is not Megatron-Bridge."""
 ROLLOUTS = "slime|miles|integrations/(?:_|weigh_)rollouts"
 OWN = {"slime": ROLLOUTS, "miles": ROLLOUTS, "ROLL": "roll"}
-"""The names of its own files, if they are others: slime and miles share most of theirs."""
-MOST = {"slime": 14, "miles": 14, "verl": 26, "SkyRL": 14, "ms-swift": 10, "Megatron-Bridge": 34}
+"""The names of its own files and of its folder of ``tests/frameworks``, if they are others: slime
+and miles share most of theirs."""
+MOST = {"Megatron-Bridge": 10}
 """Where it is not the aim.
 
-All frameworks stand in the tables of drivers, of newest mains, of what is weighed and of aliases,
-in the tests of these, and in ``verify_checks.py``. Besides:
-
-- slime, miles and verl: ``lossagg plot`` reads what they write, and ``reduction/layout.py`` has the
-  layout of the first two; each has tests.
-- verl, SkyRL and ms-swift: their releases are installed, and ``run.py``, ``ran.py`` and the drawing
-  of a commit's part name the files of checks. verl's names are the examples of ``--help`` and of
-  tests of names and of reports.
-- Megatron-Bridge: other frameworks load models with it, which their drivers and workers say, and
-  its integration is the hook of the tests in ``loop/``.
+All frameworks stand in the tables of drivers, of newest mains, of what is weighed and of aliases.
+Megatron-Bridge is a part of other frameworks: LLaMA-Factory's first backend, which its driver, its
+start, its page's and its test say; SkyRL's driver patches classes of it. Of its options one is
+refused, and its name is in two messages.
 """
 REFERENCE = re.compile(r"https?://\S+|[\w.-]+/[\w.-]+#\d+")
 """A link, or an issue: where something is told, not what is known of a framework."""

@@ -63,8 +63,8 @@ def test_every_framework_that_verify_runs_is_tried():
     assert [
         name for name, one in FRAMEWORKS.items() if not f"{one.package}.".startswith(tried)
     ] == []
-    assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.POLICY_LOSS_REGISTRY"}
-    assert newest.names_of(("areal",)) >= {"areal.engine.megatron_engine"}
+    assert newest.names_of(("megatron.training",)) >= {"megatron.training.get_args"}
+    assert newest.names_of(("open_instruct",)) >= {"open_instruct.grpo_fast"}
 
 
 def test_the_addresses_are_those_of_the_list_that_the_script_clones(tmp_path):
@@ -105,7 +105,7 @@ WRONG_CASE = {"verdicts": [{"passed": False, "case": "a", "explanation": "b"}]}
 )
 def test_only_a_verification_that_could_not_run_may_say_nothing(monkeypatch, report, is_good):
     monkeypatch.setattr(newest, "verify", lambda *_: {"line": "", **report})
-    failed, _ = newest.verified("verl", newest.ROOT)
+    failed, _ = newest.verified("open-instruct", newest.ROOT)
     assert (not failed) == is_good
 
 

@@ -42,9 +42,14 @@ def test_a_later_run_takes_the_place_of_the_earlier_of_the_same_and_of_no_other(
 
 
 def test_a_run_writes_what_it_knows_between_its_python_and_the_date(written):
-    ran.write("newest", "slime", "624b824a8 of 2026-08-21", "9 of 9", "12 PASS")
+    ran.write("newest", "primus", "624b824a8 of 2026-08-21", "9 of 9", "12 PASS")
     ((system, python, commit, names, own, date),) = ran.read(written / "newest.tsv")
-    assert [system, commit, names, own] == ["slime", "624b824a8 of 2026-08-21", "9 of 9", "12 PASS"]
+    assert [system, commit, names, own] == [
+        "primus",
+        "624b824a8 of 2026-08-21",
+        "9 of 9",
+        "12 PASS",
+    ]
     assert python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert date[:2] == "20"
 
@@ -53,13 +58,14 @@ def test_a_file_of_tests_is_written_with_the_commits_of_the_checkouts_that_it_na
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("FRAMEWORKS_DIR", str(tmp_path))
-    (tmp_path / "miles").mkdir()  # no clone: which commit it is nobody knows
-    assert ran.release_of("tests/integrations/test_slime.py") == ""
-    git = ["git", "-C", tmp_path / "slime", "-c", "user.name=a", "-c", "user.email=a"]
-    subprocess.run(["git", "init", "--quiet", tmp_path / "slime"], check=True)
+    file = "tests/frameworks/primus/test_weigh_primus.py"
+    (tmp_path / "Megatron-LM").mkdir()  # no clone: which commit it is nobody knows
+    assert ran.release_of(file) == ""
+    git = ["git", "-C", tmp_path / "Primus", "-c", "user.name=a", "-c", "user.email=a"]
+    subprocess.run(["git", "init", "--quiet", tmp_path / "Primus"], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=a"], check=True)
     head = subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
-    assert ran.release_of("tests/integrations/test_slime.py") == f"slime {head}"
-    assert ran.release_of("tests/integrations/test_slime_miles_reducer.py") == ""  # needs none
+    assert ran.release_of(file) == f"Primus {head}"
+    assert ran.release_of("tests/frameworks/several/test_page_lines.py") == ""  # needs none
     monkeypatch.delenv("FRAMEWORKS_DIR")
-    assert ran.release_of("tests/integrations/test_slime.py") == ""
+    assert ran.release_of(file) == ""

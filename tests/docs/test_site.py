@@ -145,14 +145,14 @@ def test_every_link_of_the_404_page_leads_to_a_file_from_any_folder(site):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_search_finds_a_setting_of_verl_on_its_page_first(site):
+def test_the_search_finds_a_frameworks_setting_on_its_page_first(site):
     worker = next((site / "assets/javascripts/workers").glob("search.*.min.js"))
     done = subprocess.run(
         ["node", Path(__file__).with_name("search.cjs"), worker, site / "search/search_index.json",
-         "seq-mean-token-sum-norm"], capture_output=True, text=True, timeout=60, check=True,
+         "patch_zero_bubble"], capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    assert found[0].startswith("integrations/verl.html")
+    assert found[0].startswith("integrations/primus.html")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed: chromium")

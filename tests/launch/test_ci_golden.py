@@ -189,15 +189,15 @@ def test_a_report_that_did_not_pass_is_refused_as_a_golden_file(wrong_report, tm
 
 
 def test_a_frameworks_check_that_no_longer_runs_differs_with_its_reason(report, written, tmp_path):
-    check = {"check": "verl:token-mean", "state": "PASS", "explanation": ""}
-    report["framework"] = {"name": "verl", "checks": [check]}
+    check = {"check": "mine:token-mean", "state": "PASS", "explanation": ""}
+    report["framework"] = {"name": "mine", "checks": [check]}
     before, golden = written(report, "before.json"), tmp_path / "golden.json"
     assert golden_command("write", before, golden)[0] == 0
     assert golden_command("compare", golden, before)[0] == 0
     check.update(state="NOT RUN", explanation="No module named 'ray'")
     status, printed = golden_command("compare", golden, written(report))
     assert status == 1
-    assert "| verl:token-mean | PASS | NOT RUN |" in printed
+    assert "| mine:token-mean | PASS | NOT RUN |" in printed
     assert "No module named 'ray'" in printed
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from check_runner import run_checks
 from einops import EinopsError
 from engines import FSDP, fsdp, wrapped
+from hooked_loop import OfDicts
 from live_steps import refused
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
@@ -27,7 +28,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.megatron_options import megatron_release
-from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.aggregation import Options
@@ -209,7 +209,7 @@ def check_what_the_hook_asks_of_a_loss_reduces_no_gradient():
         if per_token and "collective" in name:
             continue
         live = Live(name, per_token=per_token)
-        hook = ScheduleHook("token_mean", BridgeIntegration(), options=Options(probe=False))
+        hook = ScheduleHook("token_mean", OfDicts(), options=Options(probe=False))
         pipeline = param_and_grad_buffer.GradReducePipeline
         stock = pipeline.reduce_gradients
         with patch.object(pipeline, "reduce_gradients", autospec=True, side_effect=stock) as spy:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hooked_loop import (
     SAMPLE_MEAN,
+    OfDicts,
     a_batch,
     assert_trains_by_hand,
     forward_step,
@@ -20,7 +21,6 @@ from hooked_loop import (
     with_loss,
 )
 
-from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.sequences import Sequences
@@ -101,8 +101,8 @@ def refilling_the_mask(data, hold):
 LOADERS = (fresh, refilling_one, refilling_storage, refilling_the_mask)
 
 
-class Reading(BridgeIntegration):
-    """Bridge's integration over microbatches of another kind."""
+class Reading(OfDicts):
+    """The integration over microbatches of another kind."""
 
     def __init__(self, read):
         super().__init__()
@@ -112,7 +112,7 @@ class Reading(BridgeIntegration):
         return super().sequences(self._read(data))
 
 
-class Floats(BridgeIntegration):
+class Floats(OfDicts):
     """An integration that counts in floats."""
 
     def sequences(self, data):
@@ -121,7 +121,7 @@ class Floats(BridgeIntegration):
         return Sequences(active_tokens=counts, lengths=found.lengths)
 
 
-class Rejecting(BridgeIntegration):
+class Rejecting(OfDicts):
     """An integration whose counts are those before a rejection."""
 
     def sequences(self, data):
@@ -141,7 +141,7 @@ def of_data(read):
 
 def hooked(stock, integration=None, **options):
     hook = ScheduleHook(
-        SAMPLE_MEAN, integration or BridgeIntegration(), options=Options(probe=False, **options)
+        SAMPLE_MEAN, integration or OfDicts(), options=Options(probe=False, **options)
     )
     return hook.wrap(stock)
 
@@ -208,7 +208,7 @@ def rejected_by_hand(chunk, of_ranks):
     return torch.autograd.grad(total, list(chunk.module.parameters()))
 
 
-class WithoutSum(BridgeIntegration):
+class WithoutSum(OfDicts):
     """An integration that leaves the framework's loss out of the comparison."""
 
     def loss(self, loss_func, output):

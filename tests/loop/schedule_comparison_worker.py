@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hooked_loop import (
     M,
+    OfDicts,
     a_hook,
     assert_trains_by_hand,
     batches,
@@ -28,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.counting import counted
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.guards.framework_loss import compare_with_framework
-from megatron_lossagg.integrations import bridge
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Options
@@ -176,7 +176,7 @@ def check_a_distance_from_the_start_is_refused_once_the_weights_have_moved(chunk
 
 
 def check_an_integration_that_compares_nothing_loses_no_penalty_of_weights(chunk, stock):
-    class NotCompared(bridge.BridgeIntegration):
+    class NotCompared(OfDicts):
         def loss(self, loss_func, output):
             return dataclasses.replace(super().loss(loss_func, output), masked_sum=None)
 
@@ -315,7 +315,7 @@ def check_a_shadow_runs_no_backward_pass_of_the_loss_that_is_trained(chunk, stoc
         return OnlyOnce.apply(output.view(-1) * mask.view(-1)), *rest
 
     step = with_loss(lambda mask: functools.partial(once, mask))
-    integration = bridge.BridgeIntegration()
+    integration = OfDicts()
     hook = ScheduleHook(None, integration, options=Options(shadow="token_mean"))
     run(hook.wrap(stock), chunk, batches(0), forward_step_func=step)
 

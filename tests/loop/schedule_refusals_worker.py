@@ -11,6 +11,7 @@ from hooked_loop import (
     LENGTH,
     SAMPLE_MEAN,
     M,
+    OfDicts,
     a_hook,
     batches,
     forward_step,
@@ -23,7 +24,7 @@ from hooked_loop import (
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
-from megatron_lossagg.integrations import bridge, megatron_lm
+from megatron_lossagg.integrations import megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.sequences import Sequences
@@ -61,14 +62,10 @@ def check_an_integration_without_token_weights_cannot_count_them(chunk, stock):
 
 
 def check_a_framework_that_is_not_there_is_refused_by_name(chunk, stock):
-    frameworks = {
-        "megatron.training": (megatron_lm.install, "Megatron-LM"),  # in the wheel of 0.19.2
-        "megatron.bridge": (bridge.install, "Bridge"),
-    }
-    absent = [of for package, of in frameworks.items() if find_spec(package) is None]
-    for install, name in absent:
-        with refused(ContractError, "cannot be imported", name, "put its checkout on PYTHONPATH"):
-            install(SAMPLE_MEAN)
+    words = ("cannot be imported", "Megatron-LM", "put its checkout on PYTHONPATH")
+    if find_spec("megatron.training") is None:  # it is in the wheel of 0.19.2
+        with refused(ContractError, *words):
+            megatron_lm.install(SAMPLE_MEAN)
 
 
 def check_positional_arguments_are_refused(chunk, stock):
@@ -122,7 +119,7 @@ def check_dynamic_context_parallelism_is_refused_where_no_parts_are_counted(chun
     assert OwnParts().counts_parts  # it says so
     chunk.config.dynamic_context_parallel = True
     try:
-        for integration in (Own(), bridge.BridgeIntegration()):
+        for integration in (Own(), OfDicts()):
             hook = ScheduleHook(SAMPLE_MEAN, integration)
             with refused(ContractError, "dynamic_context_parallel is True, which is not supported"):
                 run(hook.wrap(stock), chunk, batches(0))

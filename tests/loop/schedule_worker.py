@@ -13,6 +13,7 @@ from hooked_loop import (
     LENGTH,
     SAMPLE_MEAN,
     M,
+    OfDicts,
     a_batch,
     a_hook,
     assert_trains_by_hand,
@@ -34,7 +35,6 @@ from megatron.core.rerun_state_machine import (
 )
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.integrations import bridge
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Options
@@ -54,7 +54,7 @@ def check_positions_past_the_last_conversation_are_no_sequence(chunk, stock):
 
 def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
     cuts = torch.tensor([[0, 3, 8, 8], [0, 2, 5, 8]], dtype=torch.int32)
-    integration = bridge.BridgeIntegration()
+    integration = OfDicts()
     for batch in itertools.chain(*of_both_ranks()):
         sequences = integration.sequences({**batch, "cu_seqlens": cuts})
         assert sequences.lengths.tolist() == [3, 5, 2, 3, 3]
@@ -64,7 +64,7 @@ def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
 
 
 def check_what_is_only_padding_is_no_sequence(chunk, stock):
-    """As Bridge's packed data has it: offsets with and without padding, or a padding mask."""
+    """Offsets with and without padding, or a padding mask."""
     mask = torch.ones(1, 8)
     mask[:, 6:] = 0
     padded = torch.tensor([[0, 3, 6, 8, -1]], dtype=torch.int32)
@@ -75,18 +75,14 @@ def check_what_is_only_padding_is_no_sequence(chunk, stock):
         {"cu_seqlens": padded, "cu_seqlens_unpadded": unpadded},
         {"cu_seqlens_q": padded, "padding_mask": is_padding},
     ):
-        sequences = bridge.BridgeIntegration().sequences({"loss_mask": mask, **data})
+        sequences = OfDicts().sequences({"loss_mask": mask, **data})
         assert sequences.lengths.tolist() == [3, 3, 2]
         assert sequences.is_padding.tolist() == [0, 0, 1]
     for wrong in ([[0, 5, 3]], [[2, 5, 8]]):
         with pytest.raises(ValueError, match=r"cu_seqlens .* offsets from 0 that never fall"):
-            bridge.BridgeIntegration().sequences(
-                {"loss_mask": mask, "cu_seqlens": torch.tensor(wrong)}
-            )
+            OfDicts().sequences({"loss_mask": mask, "cu_seqlens": torch.tensor(wrong)})
     cuts = torch.tensor([[0, 3, 6, 6], [0, 2, 5, 5]])  # each entry's tail is its own
-    sequences = bridge.BridgeIntegration().sequences(
-        {"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts}
-    )
+    sequences = OfDicts().sequences({"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts})
     assert sequences.lengths.tolist() == [3, 3, 2, 2, 3, 3]
     assert sequences.is_padding.tolist() == [0, 0, 1, 0, 0, 1]
 
@@ -153,7 +149,7 @@ def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
 def check_a_loss_mask_of_token_weights_enters_losses_and_denominators(chunk, stock):
     aggregation = Aggregation("sample_mean", count="weights")
     for cuts in (None, [0, 3, 7, 8, 8]):
-        hook = ScheduleHook(aggregation, bridge.BridgeIntegration(), options=Options())
+        hook = ScheduleHook(aggregation, OfDicts(), options=Options())
         of_ranks = [with_weights(rank, cuts=cuts) for rank in (0, 1)]
         reports = assert_trains_by_hand(hook.wrap(stock), chunk, of_ranks)
         assert tiny_gpt.reported(reports, "lossagg/weight_sum") == pytest.approx(
@@ -283,7 +279,7 @@ def check_packed_data_may_follow_unpacked_data(chunk, stock):
 
 
 def check_packed_entries_may_be_trained_as_one(chunk, stock):
-    integration, mask = bridge.BridgeIntegration(), torch.ones(2, LENGTH)
+    integration, mask = OfDicts(), torch.ones(2, LENGTH)
     offsets = torch.tensor([[0, 3, LENGTH], [0, 5, LENGTH]])
     integration.sequences({"loss_mask": mask, "cu_seqlens": offsets})
     output = torch.ones(1, 2 * LENGTH, requires_grad=True)
@@ -300,7 +296,7 @@ def check_a_mask_in_bfloat16_is_a_mask(chunk, stock):
 
 
 def check_a_hook_takes_the_name_of_a_mode(chunk, stock):
-    hook = ScheduleHook("sample_mean", bridge.BridgeIntegration())
+    hook = ScheduleHook("sample_mean", OfDicts())
     assert_trains_by_hand(hook.wrap(stock), chunk, of_both_ranks())
 
 

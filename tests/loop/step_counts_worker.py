@@ -9,6 +9,7 @@ import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
+from hooked_loop import OfDicts
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from ranks import messages_by_rank, of_ranks, run_worker
@@ -22,7 +23,6 @@ from megatron_lossagg import (
     plan_step,
 )
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.aggregation import Options
@@ -160,7 +160,7 @@ def check_a_wrapped_schedule_that_cannot_plan_is_an_error_on_all_stages():
     }
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
         last_stage = dist.get_process_group_ranks(aggregator.groups.pp_group)[-1]
-        wrap = functools.partial(aggregator.wrap, integration=BridgeIntegration())
+        wrap = functools.partial(aggregator.wrap, integration=OfDicts())
         for reason, wrong in wrong_by_reason.items():
             source = iter([BATCH, BATCH])
             if aggregator.groups.is_last_stage and dist.get_rank(aggregator.dp_group) == 1:
@@ -178,9 +178,7 @@ def check_a_wrapped_schedule_that_cannot_plan_is_an_error_on_all_stages():
 def check_what_is_flipped_on_every_stage_after_a_step_is_refused_before_the_schedule_runs():
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
         chunks = aggregator.chunks
-        hook = ScheduleHook(
-            Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)
-        )
+        hook = ScheduleHook(Aggregation("sample_mean"), OfDicts(), options=Options(probe=False))
         messages = message_of_schedule_by_rank(hook.wrap, chunks, iter([BATCH, BATCH]))
         assert messages == ["the schedule ran"] * 4
         chunks[0].config.calculate_per_token_loss = True

@@ -82,7 +82,7 @@ def test_torchrls_prompt_mean_is_a_mean_over_samples(step):
     theirs = mean_of_means(terms_of(step, TORCHRL["prompt_mean"]))
     is_ours(step, theirs, Aggregation("torchrl:prompt_mean"))
     with pytest.raises(AssertionError):
-        is_ours(step, theirs, Aggregation("skyrl:prompt_mean"))
+        is_ours(step, theirs, Aggregation("scalerl:prompt-average"))
 
 
 def test_torchrls_token_mean_is_the_steps_if_microbatches_have_equally_many_tokens(step):

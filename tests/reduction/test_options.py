@@ -87,7 +87,7 @@ def test_a_shadow_is_a_mode_with_its_number():
         ("custom", "expected a mode of the table"),
         ("sample_mena", "did you mean 'sample_mean'"),
         ("constnat:4096", "did you mean 'constant'"),
-        ("verl:tokenmean", "unknown name 'verl:tokenmean'"),
+        ("rlinf:tokenmean", "unknown name 'rlinf:tokenmean'"),
         ("token_mean,", "expected names of modes"),
     ],
 )

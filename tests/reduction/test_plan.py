@@ -193,7 +193,7 @@ def test_a_mode_by_its_name_counts_what_the_plan_counts():
     assert plan.under("sample_sum").weights.tolist() == plan.weights.tolist() == [1, 0]
     assert plan.under("sample_mean").weights.tolist() == [1 / 3, 0]
     assert plan.under(Aggregation("sample_mean")).weights.tolist() == [1 / 6, 0]
-    assert plan.under("verl:seq-mean-token-sum").weights.tolist() == [1 / 2, 0]  # it says so
+    assert plan.under("trl:luspo").weights.tolist() == [1 / 2, 0]  # it says so
     with pytest.raises(PlanError, match="got 5, expected an Aggregation or the name of a mode"):
         plan.under(5)
 

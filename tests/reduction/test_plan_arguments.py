@@ -177,7 +177,7 @@ def test_ids_that_are_neither_integers_nor_strings_are_refused_with_what_may_be_
 
 
 def test_integers_in_an_array_of_objects_are_ids():
-    """As verl's ``non_tensor_batch`` has them."""
+    """As a batch has them whose columns are NumPy arrays of any kind."""
     ids = np.array([3, 3, 8], dtype=object)
     assert weights_of("sample_mean", active_tokens=[1, 9, 5], sample=ids) == [0.05, 0.05, 0.1]
 

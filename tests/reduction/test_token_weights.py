@@ -269,6 +269,6 @@ def test_token_weights_may_change_once_the_microbatch_is_made(dtype):
 
 
 def test_a_framework_that_passes_no_token_weights_refuses_to_count_them():
-    require_mask_count(Aggregation("token_mean"), "slime")
-    with pytest.raises(AggregationError, match="'weights', and slime passes no token weights"):
-        require_mask_count(Aggregation("token_mean", count="weights"), "slime")
+    require_mask_count(Aggregation("token_mean"), "mine")
+    with pytest.raises(AggregationError, match="'weights', and mine passes no token weights"):
+        require_mask_count(Aggregation("token_mean", count="weights"), "mine")

@@ -9,17 +9,12 @@ from pathlib import Path
 
 import pytest
 from conftest import launched, new_folder
+from framework_folders import INSTALLED, ROOT
 
 FRAMEWORKS_DIR = os.environ.get("FRAMEWORKS_DIR")
-PATCHES = Path(__file__).parents[2] / "docs" / "integrations" / "patches"
-INSTALLED = Path(__file__).parents[2] / ".venv-frameworks"
-"""What the frameworks import, by ``make test-frameworks``."""
+PATCHES = ROOT / "docs" / "integrations" / "patches"
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """DP and CP."""
-
-
-SERVING = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
-"""What slime and miles import."""
 
 
 def checkout_of(framework):
@@ -75,5 +70,13 @@ def in_float64(files):
 def reference(dtype, stages=1):
     """Compute losses and gradients of the step, of a model for ``stages``; returns the file."""
     file = new_folder() / "reference.pt"
-    launched("integrations/framework_step.py", dtype, file, stages, processes=1)
+    launched("frameworks/several/framework_step.py", dtype, file, stages, processes=1)
     return file
+
+
+def assert_live(framework, *, cases, refused=0):
+    """Each case is the reference at two numbers of microbatches; all refuse together so often."""
+    arguments = (reference("float64"), framework)
+    out = launched("frameworks/several/framework_worker.py", *arguments, processes=4)
+    assert out.count(": the reference") == 2 * cases
+    assert out.count("refused together") == refused

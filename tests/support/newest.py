@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from framework_folders import INSTALLED, PATH, ROOT
+
 PACKAGE = ROOT / "megatron_lossagg"
-INSTALLED = ROOT / ".venv-frameworks"
 LAYOUT = ["--dp", "2", "--cp", "2", "--loss-aggregation", "prompt_mean"]
 FUNCTIONS = ["--dp", "1", "--loss-aggregation", "sample_mean", "--loss-scaling", "average"]
 SECONDS = 900
@@ -46,7 +46,7 @@ class Newest:
     on: str = ""
     """The one of these whose packages its own functions import."""
     stand_ins: str = "stand_ins_first"
-    """The module of ``tests/integrations`` that puts stand-ins before what it imports."""
+    """The module of ``tests/frameworks`` that puts stand-ins before what it imports."""
 
     @property
     def url(self) -> str:
@@ -264,8 +264,7 @@ def verify(options: list[str], path: list[Path], stand_ins: str) -> dict[str, An
         report, first = Path(folder) / "report.json", [*path, ROOT]
         if INSTALLED.is_dir():  # what frameworks import and never call has stand-ins
             Path(folder, "sitecustomize.py").write_text(f"import {stand_ins}\n")
-            tests = [ROOT / "tests" / name for name in ("support", "integrations")]
-            first = [Path(folder), *first, *tests, INSTALLED]
+            first = [Path(folder), *path, *PATH, INSTALLED]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, first))}
         command = [sys.executable, "-m", "megatron_lossagg", "verify", *options]
         try:

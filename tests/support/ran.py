@@ -18,15 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED, WRITTEN = ROOT / "tests" / "ran", ROOT / "runs" / "ran"
-CHECKED = {
-    "rollout": "verl",
-    "skyrl": "skyrl",
-    "swift": "ms-swift",
-    "trl": "trl",
-    "verify": "verl",
-    "verl": "verl",
-}
-"""What a file of checks is called first, and the package whose release it runs."""
+RELEASED = (ROOT / "tests" / "frameworks" / "requirements.txt").read_text()
+"""A line for each package whose release the files of checks run."""
 
 
 def read(file: Path) -> list[list[str]]:
@@ -55,17 +48,16 @@ def version(package: str) -> str:
 
 
 def release_of(file: str) -> str:
-    """Return what a file of ``tests/integrations`` ran on; empty if that is not known.
+    """Return what a file of ``tests/frameworks`` ran on; empty if that is not known.
 
-    The released package of a file of checks, or the checkouts that a test names.
+    The release of its folder's framework for a file of checks, or the checkouts that it names.
     """
-    name = Path(file).stem
-    if name.endswith("_checks"):
-        package = CHECKED.get(name.partition("_")[0])
-        return f"{package} {version(package)}" if package else ""
-    folder = Path(os.environ.get("FRAMEWORKS_DIR") or os.devnull)
-    text = (ROOT / file).read_text()
+    path, text = Path(file), (ROOT / file).read_text()
+    package = path.parent.name.replace("_", "-")
+    if path.stem.endswith("_checks") and f"\n{package}==" in RELEASED:
+        return f"{package} {version(package)}"
     named = {*re.findall(r'"([\w-]+)', text)}
+    folder = Path(os.environ.get("FRAMEWORKS_DIR") or os.devnull)
     commits = []
     for checkout in sorted(named):
         if "from frameworks import" in text and (folder / checkout / ".git").exists():
@@ -75,14 +67,14 @@ def release_of(file: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Write a row for each file of ``tests/integrations`` that ran whole on a framework."""
+    """Write a row for each file of ``tests/frameworks`` that ran whole on a framework."""
     if config.option.keyword or config.option.markexpr or any("::" in one for one in config.args):
         return
     counts: dict[str, Counter[str]] = {}
     for state in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(state, ()):
             file = report.nodeid.partition("::")[0]
-            if file.startswith("tests/integrations/"):
+            if file.startswith("tests/frameworks/"):
                 counts.setdefault(file, Counter())[state] += 1
     for file, of_file in counts.items():
         release = release_of(file)

@@ -15,19 +15,19 @@ from megatron_lossagg.verify.drivers.table import FRAMEWORKS, Framework, check_i
 
 
 def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
-    assert main(["verify", "--framework", "miles"]) == 2
-    assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
+    assert main(["verify", "--framework", "primus"]) == 2
+    assert "nothing to verify: primus is not installed here" in capsys.readouterr().err
 
 
 def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(
     tmp_path, monkeypatch, capsys
 ):
     """A console script has its own folder on the path, not the current one."""
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").write_text("import ray_of_tests")
+    (tmp_path / "primus").mkdir()
+    (tmp_path / "primus" / "__init__.py").write_text("import ray_of_tests")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert main(["verify", "--framework", "verl", "--json", "/nowhere/at/all"]) == 2
+    assert main(["verify", "--framework", "primus", "--json", "/nowhere/at/all"]) == 2
     assert capsys.readouterr().err == (  # what is looked at after the framework is found
         "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
     )
@@ -69,9 +69,9 @@ def swift(tmp_path, monkeypatch):
     [
         ("ms-swift", "swift.absent", "FAIL"),  # its package is swift.megatron
         ("ms-swift", "megatron.absent", "NOT RUN"),
-        ("bridge", "megatron.bridge.absent", "FAIL"),
-        ("bridge", "megatron.absent", "NOT RUN"),
-        ("slime", "megatron.training.absent", "NOT RUN"),
+        ("megatron-rl", "megatron.rl.absent", "FAIL"),
+        ("megatron-rl", "megatron.absent", "NOT RUN"),
+        ("primus", "megatron.training.absent", "NOT RUN"),
     ],
 )
 def test_a_module_that_the_framework_itself_lacks_fails_and_one_of_others_is_not_run(
@@ -138,9 +138,9 @@ def test_a_missing_module_that_no_error_names_is_not_to_be_installed(swift):
 
 
 def test_missing_modules_are_named_by_what_installs_them():
-    names = ["zmq", "skyrl_gym", "megatron.training", "yaml"]
+    names = ["zmq", "a_module", "megatron.training", "yaml"]
     assert install_line(names) == (
-        "pip install pyzmq skyrl-gym pyyaml, and put the Megatron-LM that has megatron.training on "
+        "pip install pyzmq a-module pyyaml, and put the Megatron-LM that has megatron.training on "
         "PYTHONPATH"
     )
     assert install_line(["megatron.core"]) == "pip install megatron-core"

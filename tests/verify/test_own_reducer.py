@@ -168,6 +168,6 @@ def test_a_reducer_that_its_user_compiles_is_compiled(tmp_path, monkeypatch):
 
 def test_a_frameworks_functions_are_not_compared_with_a_reducer_of_ones_own(monkeypatch, capsys):
     monkeypatch.setattr("megatron_lossagg.cli.verify.check_installed", lambda name: None)
-    flags = ["--framework", "verl", "--loss-aggregation-reducer-path", "math:fsum"]
+    flags = ["--framework", "megatron-lm", "--loss-aggregation-reducer-path", "math:fsum"]
     assert main(["verify", *flags]) == 2
-    assert "got math:fsum with --framework verl" in capsys.readouterr().err
+    assert "got math:fsum with --framework megatron-lm" in capsys.readouterr().err

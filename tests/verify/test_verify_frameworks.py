@@ -1,46 +1,38 @@
 """``lossagg verify --framework``: a framework's own functions run, or why they do not.
 
-Of released verl and SkyRL they run in ``tests/integrations/verify_checks.py``; of frameworks that
-are not released, here, from checkouts in ``FRAMEWORKS_DIR``.
+They run in ``tests/frameworks``.
 """
 
 import contextlib
 import importlib
 import json
 import os
-import platform
 import re
-import sys
-import types
 from pathlib import Path
 
 import pytest
 from conftest import fork_server
-from frameworks import INSTALLED, SERVING, checkout_of, copy_of, needs
+from framework_folders import ROOT
+from frameworks import INSTALLED, checkout_of, copy_of, needs
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
-from megatron_lossagg.verify.drivers.driver import aggregations
-from megatron_lossagg.verify.drivers.runs import FrameworkError, outcome_of, run_framework
-from megatron_lossagg.verify.drivers.slime_and_miles import parsed
+from megatron_lossagg.verify.drivers.runs import outcome_of, run_framework
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, driver_of
 
-ROOT = Path(__file__).parents[2]
 
-
-def write_verl(folder, init):
-    """Write a package ``verl`` that does ``init`` when it is imported."""
-    (folder / "verl").mkdir(parents=True, exist_ok=True)
-    (folder / "verl" / "__init__.py").write_text(init)
+def write_framework(folder, init):
+    """Write a package ``open_instruct`` that does ``init`` when it is imported."""
+    (folder / "open_instruct").mkdir(parents=True, exist_ok=True)
+    (folder / "open_instruct" / "__init__.py").write_text(init)
 
 
 @pytest.fixture
-def verl_that(launches, tmp_path, monkeypatch):
-    """Return a function that writes a verl into the current folder, where processes find it."""
+def framework_that(launches, tmp_path, monkeypatch):
+    """Return a function that writes one into the current folder, where processes find it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return lambda init: write_verl(tmp_path, init)
+    return lambda init: write_framework(tmp_path, init)
 
 
 @pytest.fixture
@@ -57,20 +49,20 @@ def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(tmp
     init += (
         "class C(a.B, extra=1): pass\n@b(1)\ndef f(x: a | None): pass\nimport ray_of_tests.more\n"
     )
-    write_verl(tmp_path / "on_the_path", init)
+    write_framework(tmp_path / "on_the_path", init)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "on_the_path"), str(ROOT)]))
     state, reason = only_outcome()
     assert state == "NOT RUN"
     assert reason.startswith(
         "got no ray_of_tests, yaml_of_tests: pip install ray-of-tests yaml-of-tests, or run where "
-        "verl trains"
+        "open-instruct trains"
     )
 
 
 def only_outcome(timeout=100.0):
-    """Run verl's driver, which does not pass; return state and explanation of the only outcome."""
-    framework = run_framework("verl", timeout=timeout)
+    """Run a driver, which does not pass; return state and explanation of the only outcome."""
+    framework = run_framework("open-instruct", timeout=timeout)
     assert not framework["passed"]
     (check,) = framework["checks"]
     return check["state"], check["explanation"]
@@ -90,34 +82,38 @@ def only_outcome(timeout=100.0):
             r"^SystemExit: bye\. Run where python can import",
         ),
         # lacks all
-        ("", "FAIL", r"Use a release of verl that the integration was written for: 0\.9\.1"),
+        (
+            "",
+            "FAIL",
+            r"Use a release of open-instruct that the integration was written for: e6c3044a",
+        ),
     ],
 )
-def test_whatever_an_import_raises_or_lacks_is_a_reason(verl_that, forked, init, state, words):
-    verl_that(init)
+def test_whatever_an_import_raises_or_lacks_is_a_reason(framework_that, forked, init, state, words):
+    framework_that(init)
     found, reason = only_outcome()
     assert found == state
     assert re.search(words, reason)
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_an_import_that_ends_the_process_is_a_reason(verl_that, status):
-    verl_that(f"import os; print('last words', flush=True); os._exit({status})")
+def test_an_import_that_ends_the_process_is_a_reason(framework_that, status):
+    framework_that(f"import os; print('last words', flush=True); os._exit({status})")
     state, reason = only_outcome()
     assert state == "NOT RUN"
-    assert reason.endswith("Import verl by itself")
+    assert reason.endswith("Import open-instruct by itself")
 
 
-def test_an_import_that_a_signal_ends_is_a_reason_with_its_name(verl_that):
-    verl_that("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+def test_an_import_that_a_signal_ends_is_a_reason_with_its_name(framework_that):
+    framework_that("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     state, reason = only_outcome()
     assert state == "NOT RUN"
     assert "was killed (SIGKILL) and raised no error" in reason
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
-def test_an_import_that_does_not_end_is_ended(verl_that):
-    verl_that("import time; time.sleep(100)")
+def test_an_import_that_does_not_end_is_ended(framework_that):
+    framework_that("import time; time.sleep(100)")
     reason = "it did not end within 2 s: give it more by --timeout"
     assert only_outcome(timeout=2.0) == ("NOT RUN", reason)
     assert not any(b"-m\0megatron_lossagg.verify" in command for command in commands_of_children())
@@ -130,21 +126,6 @@ def commands_of_children():
             _, parent, *_ = file.read_text().rpartition(")")[2].split()
             if int(parent) == os.getpid():
                 yield file.with_name("cmdline").read_bytes()
-
-
-def test_an_option_that_a_framework_no_longer_has_is_named(monkeypatch):
-    training = types.ModuleType("megatron.training.arguments")
-    training.parse_args = lambda provider, **_: provider(types.SimpleNamespace())
-    monkeypatch.setitem(sys.modules, training.__name__, training)
-    monkeypatch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
-
-    def provider(args):
-        args.custom_config_path = args.custom_megatron_init_path = None
-        args.rollout_data_postprocess_path = None
-        return args
-
-    with pytest.raises(FrameworkError, match=r"lack --custom-pg-loss-reducer-function-path$"):
-        parsed(HOOKS, provider)
 
 
 METRIC = {"verdict": "", "weighed": {"tokens": 0}, "follows": None, "error": None}
@@ -181,7 +162,7 @@ def a_step(*, error=0.0, got=1.0, missing=(), **terms):
     ],
 )
 def test_a_step_passes_if_its_terms_have_the_modes_weights_and_it_logs_their_loss(step, state):
-    assert outcome_of(step, "verl").state == state
+    assert outcome_of(step, "open-instruct").state == state
 
 
 @pytest.mark.launches
@@ -213,37 +194,43 @@ def test_a_step_of_which_nothing_is_heard_fails_and_is_said(
 def test_framework_under_a_launcher_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["verify", "--framework", "verl"]) == 2
-    assert "run lossagg verify --framework verl without the launcher" in capsys.readouterr().err
+    assert main(["verify", "--framework", "open-instruct"]) == 2
+    assert (
+        "run lossagg verify --framework open-instruct without the launcher"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.launches
 def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_markdown_and_status(
-    verl_that, forked, tmp_path, monkeypatch, capsys
+    framework_that, forked, tmp_path, monkeypatch, capsys
 ):
-    verl_that("import ray_of_tests")
+    framework_that("import ray_of_tests")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     monkeypatch.setattr(job, "launch", fork_server().launch)
     report, summary = tmp_path / "report.json", tmp_path / "summary.md"
     one = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
     files = ["--json", str(report), "--markdown", str(summary)]
-    assert main(["verify", "--framework", "verl", *one, *files]) == 2
+    assert main(["verify", "--framework", "open-instruct", *one, *files]) == 2
     out, err = capsys.readouterr()
     written = json.loads(report.read_text())
     assert not written["passed"]
     assert [check["state"] for check in written["framework"]["checks"]] == ["NOT RUN"]
     first, *_ = out.splitlines()
-    assert first == "NOT RUN: verl: 0 of 1 check of its own code passes, 1 not run"
+    assert first == "NOT RUN: open-instruct: 0 of 1 check of its own code passes, 1 not run"
     assert written["verdicts"] == written["layouts"] == []
     assert "case" not in out
     assert summary.read_text().startswith(f"**lossagg verify: NOT RUN.** {first[9:]}\n")
     begins, reasons, counts = err.splitlines()
-    assert begins == "lossagg: verl: its own functions first, for at most 600 s"
-    assert "verl: NOT RUN import of verl: got no ray_of_tests: pip install" in reasons
+    assert begins == "lossagg: open-instruct: its own functions first, for at most 600 s"
+    assert (
+        "open-instruct: NOT RUN import of open-instruct: got no ray_of_tests: pip install"
+        in reasons
+    )
     assert counts.endswith("1 not run; no cases either")
     reason = written["framework"]["checks"][0]["explanation"]
-    assert "pip install ray-of-tests, or run where verl trains" in reason
+    assert "pip install ray-of-tests, or run where open-instruct trains" in reason
     for text in (out, summary.read_text()):
         assert "NOT RUN" in text
         assert "0 of 1 check of its own code passes, 1 not run" in text
@@ -253,35 +240,3 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_markdown_and_s
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_has_a_driver(name):
     assert driver_of(name).settings
-
-
-def run_checkout(monkeypatch, folder, name, *checkouts):
-    """Run a framework's checks from checkouts, with stand-ins for what serves rollouts."""
-    (folder / "sitecustomize.py").write_text(
-        "import stand_ins\nstand_ins.install(stand_ins.SERVING)\n"
-    )
-    own = [
-        folder,
-        ROOT,
-        ROOT / "tests" / "integrations",
-        *map(checkout_of, checkouts),
-    ]
-    path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("PYENV_VERSION", platform.python_version())  # for a checkout's make
-    framework = run_framework(name)
-    numbers = [check["gradient_error"] for check in framework["checks"]]
-    print(f"{name}: {numbers}, {framework['seconds']:.0f} s")
-    assert [(check["state"], check["explanation"]) for check in framework["checks"]] == [
-        ("PASS", "")
-    ] * len(numbers)
-    return framework["checks"]
-
-
-@pytest.mark.launches
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
-)
-def test_the_policy_loss_of_slime_and_miles_is_the_references(monkeypatch, tmp_path, name):
-    checks = run_checkout(monkeypatch, tmp_path, name, name, "Megatron-LM")
-    assert [check["check"] for check in checks] == [*aggregations()]

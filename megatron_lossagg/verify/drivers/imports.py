@@ -89,7 +89,7 @@ class _Placeholder:
 
 
 class _Module(ModuleType):
-    __version__ = "2.9.0"  # of Transformer Engine: compared by Megatron-Bridge
+    __version__ = "2.9.0"  # of Transformer Engine: frameworks compare it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

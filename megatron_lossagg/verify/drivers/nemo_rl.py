@@ -1,7 +1,7 @@
 """NeMo-RL: its policy's split of a batch, and ``train`` of its Megatron policy worker.
 
 The policy loss and its KL are divided by the step's counts in the loss function. Not run: Ray, what
-Megatron-Bridge loads, an optimizer.
+loads a model, an optimizer.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def worker_module() -> Any:
         (None, None, torch.arange(data.shape[1]).expand_as(data))
     )
     data.PackedSeqParams = packed_seq_params()
-    # Of Megatron-Bridge, over the ranks of one model: they have equal values here.
+    # Over the ranks of one model: they have equal values here.
     worker: Any = megatron_policy_worker
     worker.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     worker.logical_and_across_model_parallel_group = lambda value, mp_group: value

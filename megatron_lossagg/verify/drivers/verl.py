@@ -1,8 +1,7 @@
 """verl: its Megatron engine's ``forward_backward_batch``, from the trainer's batch to gradients.
 
 Not run: the engine's constructor, which builds models from Hugging Face configurations. With
-context parallelism Megatron-Bridge, which it builds them by, sets ``calculate_per_token_loss``, and
-so does this driver.
+context parallelism what builds them sets ``calculate_per_token_loss``, and so does this driver.
 """
 
 from __future__ import annotations
