@@ -1,4 +1,4 @@
-"""``lossagg weigh --framework`` on checkouts of ROLL, Primus and open-instruct, and on wrong ones.
+"""``lossagg weigh --framework`` on checkouts of systems, and on wrong ones.
 
 ``FRAMEWORKS_DIR=... pytest tests/integrations/test_weigh_framework.py``, after ``make
 test-frameworks``. What a term trains is compared with loops over tokens in float64.
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.launches
 PAGE = TESTS.parent / "docs" / "reference" / "what-frameworks-train.md"
 NO_PRIMUS = lacks("Megatron-LM") or lacks("Primus", installed=True)
 NEEDED = {
+    "megatron-lm": needs("Megatron-LM", installed=True),
     "roll": needs("ROLL", installed=True),
     "primus": pytest.mark.skipif(bool(NO_PRIMUS), reason=NO_PRIMUS),
     "open-instruct": needs("open-instruct", installed=True),
@@ -30,18 +31,24 @@ def weighed(name, folder, *paths, cp=1, more=("--setting", "all")):
     """Run the command in an empty folder; return its steps by setting, and what it printed."""
     report = folder / "report.json"
     size = ["--dp", "2", "--cp", str(cp), "--json", str(report)]
-    command = ["-m", "megatron_lossagg", "weigh", "--framework", name, *size, *more]
+    status, printed = ended(name, folder, *paths, more=[*size, *more])
+    assert status == 0, printed
+    steps = json.loads(report.read_text())["steps"]
+    return {step["trained"]: step["terms"] for step in steps}, printed
+
+
+def ended(name, folder, *paths, more):
+    """Run the command in an empty folder; return its exit status and what it printed."""
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-m", "megatron_lossagg", "weigh", "--framework", name, *more],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, INSTALLED]))},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    steps = json.loads(report.read_text())["steps"]
-    return {step["trained"]: step["terms"] for step in steps}, done.stdout
+    return done.returncode, done.stdout
 
 
 def verdicts(steps):
@@ -68,6 +75,24 @@ def assert_the_page_says(name, *texts):
 def right(terms):
     """Whether every term that the driver knows has the weights that the setting's name promises."""
     return all(one["error"] < 1e-5 for one in terms.values() if one["coefficient"] is not None)
+
+
+@NEEDED["megatron-lm"]
+@pytest.mark.parametrize(
+    ("changed", "into", "said"),
+    [
+        ("losses * loss_mask)", "losses / 0 * loss_mask)", "got exit code 16 from train_step"),
+        ("'lm loss'", "'its loss'", "got ['its loss'] in the log of train_step"),
+    ],
+)
+def test_a_megatron_lm_that_logs_no_loss_is_told_why(tmp_path, changed, into, said):
+    text = (MEGATRON_LM[0] / "pretrain_gpt.py").read_text()
+    assert changed in text
+    (tmp_path / "pretrain_gpt.py").write_text(text.replace(changed, into))
+    more = ["--setting", "all"]
+    status, printed = ended("megatron-lm", tmp_path, tmp_path, *MEGATRON_LM, more=more)
+    assert status == 1
+    assert printed.rstrip().splitlines()[-1].partition("FrameworkError: ")[2].startswith(said)
 
 
 @NEEDED["roll"]
@@ -166,18 +191,9 @@ def test_an_open_instruct_that_does_not_multiply_by_its_ranks_trains_a_half(tmp_
 
 @NEEDED["open-instruct"]
 def test_open_instruct_has_no_context_parallelism_here(tmp_path):
-    command = [sys.executable, "-m", "megatron_lossagg", "weigh", "--framework", "open-instruct"]
-    path = os.pathsep.join(map(str, [checkout_of("open-instruct"), INSTALLED]))
-    done = subprocess.run(
-        [*command, "--cp", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 2
-    assert "got --cp 2 with open-instruct, expected --cp 1" in done.stdout + done.stderr
+    found = ended("open-instruct", tmp_path, checkout_of("open-instruct"), more=["--cp", "2"])
+    assert found[0] == 2
+    assert "got --cp 2 with open-instruct, expected --cp 1" in found[1]
 
 
 @pytest.mark.parametrize(
