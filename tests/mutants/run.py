@@ -116,7 +116,7 @@ TESTS = {
     "contract/scaling": [*of("contract", "scaling"), "cli/test_explain"],
     "guards/guard": of("contract", "sequence_tracker"),
     "contract/megatron_options": of("contract", "megatron_options"),
-    "guards/refilled": of("loop", "buffer_memory"),
+    "guards/refilled": of("loop", "refilled", "buffer_memory"),
     "loop/flags": of("loop", "flags"),
     "contract/outputs": [*of("contract", "outputs"), *STEP, *GRADIENTS],
     "contract/model": [*AGGREGATOR, *GRADIENTS],
@@ -150,6 +150,7 @@ A file that is gone is an error.
 """
 CONFIG = """
 [tool.mutmut]
+debug = true  # mutmut.log says which tests fail
 source_paths = ["{package}"]
 only_mutate = ["{package}/{module}.py"]
 do_not_mutate_patterns = ['^\\s+"']
