@@ -33,6 +33,12 @@ def test_the_scale_is_the_weight_sum_times_the_loss_scale():
     assert own.moe_grad_scale_func is own.mtp_grad_scale_func is None
 
 
+def test_the_scale_is_on_the_device_of_the_model():
+    model = chunk(config()).to("meta")
+    SideLossScale(model, 0.25)
+    assert model.config.moe_grad_scale_func().device.type == "meta"
+
+
 def test_a_function_of_the_users_own_is_multiplied_and_put_back():
     own = config(moe_grad_scale_func=lambda: 3.0, grad_scale_func=lambda loss: 8 * loss)
     users = own.moe_grad_scale_func

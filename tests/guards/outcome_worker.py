@@ -129,9 +129,10 @@ def check_losses_that_are_multiplied_are_named(aggregator):
 
 @both
 def check_another_number_is_measured_and_not_warned_of(aggregator):
-    weights, _, warned = train(aggregator(), lambda s, n, x: reduced(s, n, -0.3 * x))
-    assert weights == pytest.approx([-0.3, -0.3], rel=1e-5)
-    assert not warned
+    for factor in (-0.3, 1 / (M**2 * 2)):  # one over a product, but of a size that is there twice
+        weights, _, warned = train(aggregator(), lambda s, n, x, f=factor: reduced(s, n, f * x))
+        assert weights == pytest.approx([factor, factor], rel=1e-5)
+        assert not warned
 
 
 @both

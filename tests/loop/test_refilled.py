@@ -1,5 +1,6 @@
 """Memory that microbatches refer to, that is not copied, and that is filled again."""
 
+import functools
 import re
 import types
 
@@ -87,6 +88,15 @@ FILLED = {
         "Plain.held.held[0]",
     ),
     "a closure": (lambda: filling(T, lambda: {"a": closure_over(T)}), "function.tokens"),
+    "a partial": (lambda: filling(T, lambda: {"a": functools.partial(max, T)}), "partial.args[0]"),
+    "a partial by name": (
+        lambda: filling(T, lambda: {"a": functools.partial(max, key=T)}),
+        "partial.keywords['key']",
+    ),
+    "a key that is no name": (
+        lambda: filling(T, lambda: {"a": Plain(held={(0, 1): T})}),
+        "Plain.held[...]",
+    ),
     "a handle": (lambda: filling(T, lambda: {"a": Handle(T)}), "Handle.tokens"),
     "an object with slots": (
         lambda: filling(T, lambda: {"a": Slotted([T])}),

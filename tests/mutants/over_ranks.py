@@ -6,12 +6,14 @@ here, with Megatron-Core.
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
 import runpy
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -36,15 +38,21 @@ LAYOUTS = (
 )
 
 
-RANKS = {"loop/step_counts_worker": 4, "guards/agreement_worker": 3}
+RANKS = {
+    "loop/step_counts_worker": 4,
+    "loop/hybrid_engine_worker": 4,
+    "guards/agreement_worker": 3,
+}
 """Of a worker that takes more than two."""
 
 
 def preload(workers):
     """Import workers before any fork, the stand-ins for CUDA before Megatron-Core."""
-    cpu.install()
-    for worker in workers:
-        importlib.import_module(Path(worker).name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of torch and Megatron-Core
+        cpu.install()
+        for worker in workers:
+            importlib.import_module(Path(worker).name)
 
 
 preload(filter(None, os.environ.get(PRELOADED, "").split(",")))
@@ -52,10 +60,12 @@ preload(filter(None, os.environ.get(PRELOADED, "").split(",")))
 
 def on_ranks(work, processes=2):
     """Fork ranks; when one fails, end the others. What they hit counts as hit here."""
+    gc.collect()  # a test's process group in a cycle, whose threads no rank is forked from
     with tempfile.TemporaryDirectory() as folder:
 
         def work_and_tell():
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest's are files of its own
+            warnings.resetwarnings()  # which pytest makes errors
             work()
             hit = Path(folder, os.environ["RANK"])
             hit.write_text(json.dumps(sorted(state()._stats)))
@@ -86,10 +96,13 @@ WORKERS = sorted(
 def test_checks_of(worker):
     """Run a worker's checks."""
     preload([worker])
-    path = TESTS / f"{worker}.py"
-    on_ranks(
-        functools.partial(runpy.run_path, str(path), run_name="__main__"), RANKS.get(worker, 2)
-    )
+    path = str(TESTS / f"{worker}.py")
+
+    def work():
+        sys.argv = [path]
+        runpy.run_path(path, run_name="__main__")
+
+    on_ranks(work, RANKS.get(worker, 2))
 
 
 CLASSES = {guard.__name__ for guard in GUARDS}

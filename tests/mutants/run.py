@@ -34,7 +34,8 @@ PRELOADED = "LOSSAGG_MUTANTS_PRELOADED"  # of over_ranks
 DECORATORS = {"property", "cached_property"}
 # mutmut's frames come between.
 LEFT_OUT = "test_plan.py::test_the_warning_of_an_empty_step_points_at_its_caller"
-PURE = ["--hypothesis-seed=0", f"--deselect=tests/reduction/{LEFT_OUT}"]
+ARGUMENTS = ["-p", "no:cacheprovider", "--hypothesis-seed=0"]
+ARGUMENTS += [f"--deselect=tests/reduction/{LEFT_OUT}"]
 PLANS = ("plan", "plan_totals", "plan_arguments")
 
 
@@ -78,7 +79,7 @@ TABLE = [
     *of("reduction", "left_out", "given_totals", "counted", "sequence_columns"),
     *(*of("reduction", "golden_steps"), *WEIGHTS, *PLAN),
 ]
-PURE_TESTS = {
+TESTS = {
     "reduction/integers": of("reduction", "integers", "layout"),
     "reduction/modes": of("reduction", "aggregation", "plan"),
     "reduction/aggregation": [
@@ -91,7 +92,6 @@ PURE_TESTS = {
     "reduction/sequences": [
         *of("reduction", *PLANS, "counts", "integers", "sequence_columns", "left_out"),
         *("loop/test_buffer", *PLAN),
-        *of("reduction", *PLANS, "counts"),
     ],
     "reduction/faults": of("reduction", "step_faults", "not_finite"),
     "reduction/microbatch": [
@@ -116,11 +116,8 @@ PURE_TESTS = {
     "contract/scaling": [*of("contract", "scaling"), "cli/test_explain"],
     "guards/guard": of("contract", "sequence_tracker"),
     "contract/megatron_options": of("contract", "megatron_options"),
-    "guards/refilled": of("loop", "buffer_memory"),
+    "guards/refilled": of("loop", "refilled", "buffer_memory"),
     "loop/flags": of("loop", "flags"),
-}
-"""Tests of one process, without Megatron, by the module's path."""
-LAUNCHED_TESTS = {
     "contract/outputs": [*of("contract", "outputs"), *STEP, *GRADIENTS],
     "contract/model": [*AGGREGATOR, *GRADIENTS],
     "contract/finalize": [*FINALIZED, *faults_of("before"), *LEGAL_STEPS],
@@ -147,16 +144,13 @@ LAUNCHED_TESTS = {
     "record/step_record": [*of("record", "recorder"), "cli/test_diff"],
     "record/writer": RECORD,
 }
-"""Tests that launch ranks, of Megatron but for one."""
-TESTS = PURE_TESTS | LAUNCHED_TESTS
 """By a module's path in the package: files of tests/ without their suffix, or a test of one.
 
 A file that is gone is an error.
 """
-# What torch warns of at import.
-ARGUMENTS = {module: ["-W", "ignore"] for module in LAUNCHED_TESTS}
 CONFIG = """
 [tool.mutmut]
+debug = true  # mutmut.log says which tests fail
 source_paths = ["{package}"]
 only_mutate = ["{package}/{module}.py"]
 do_not_mutate_patterns = ['^\\s+"']
@@ -194,11 +188,10 @@ def tests_of(module: str) -> list[str]:
 
 
 def workers_of(module: str) -> list[str]:
-    """Name the workers, with Megatron, of a module's tests."""
-    if module not in LAUNCHED_TESTS:
-        return []
-    found = re.findall(r"test_checks_of\[(.*?)\]", " ".join(TESTS[module]))
-    return sorted({*found, "guards/guard_worker"})
+    """Name the workers of a module's tests, and one with Megatron."""
+    tests = " ".join(TESTS[module])
+    found = re.findall(r"test_checks_of\[(.*?)\]", tests)
+    return sorted({*found, "guards/guard_worker"}) if "over_ranks" in tests else []
 
 
 def copied(module: str) -> Path:
@@ -210,12 +203,11 @@ def copied(module: str) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     source = folder / PACKAGE / f"{module}.py"
     source.write_text(cst.parse_module(source.read_text()).visit(Undecorated()).code)
-    arguments = ["-p", "no:cacheprovider", *ARGUMENTS.get(module, PURE)]
     config = CONFIG.format(
         package=PACKAGE,
         module=module,
         tests=json.dumps(tests_of(module)),
-        arguments=json.dumps(arguments),
+        arguments=json.dumps(ARGUMENTS),
     )
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
     return folder

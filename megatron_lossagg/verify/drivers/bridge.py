@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, packed
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, loss_of, packed
 from megatron_lossagg.verify.parallelism import Parallelism
 
 _PER_TOKEN = "calculate_per_token_loss=True"
@@ -62,7 +62,7 @@ class FrameworkDriver(HookedDriver):
         chunk = self.chunks[trained == _PER_TOKEN]
         groups = ProcessGroupCollection.use_mpu_process_groups()
         with self.trained_by(trained) as get_schedule:
-            logged, *_ = self.loop.train_step(
+            returned = self.loop.train_step(
                 partial(self.step.forward_step, self.state),
                 RerunDataIterator(self._batches()),
                 [chunk],
@@ -73,7 +73,7 @@ class FrameworkDriver(HookedDriver):
                 get_schedule(),
                 None,
             )
-        return {"loss": float(logged["lm loss"])}
+        return loss_of(returned)
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         for drawn in self.microbatches():

@@ -33,6 +33,7 @@ from megatron_lossagg.integrations.weigh_script import ScriptWeighing, rebind_sc
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import MASK_CASES, reference_options
+from megatron_lossagg.verify.drivers.runs import FrameworkError
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.weigh.weighing import LOSS
@@ -377,6 +378,22 @@ class HookedDriver(Driver):
     @abstractmethod
     def install(self, aggregation: Aggregation) -> None:
         """Install the framework's integration."""
+
+
+def loss_of(returned: Sequence[Any]) -> dict[str, float]:
+    """Return the loss that a ``train_step`` of Megatron's logs, from what it returns.
+
+    Raises :class:`FrameworkError` if it logs none.
+    """
+    logged, _, _, ends, exit_code, *_ = returned
+    if ends:
+        raise FrameworkError(
+            f"got exit code {exit_code} from train_step and no loss: after the first step it ends "
+            "a run whose loss is NaN or infinite; run this setting or mode alone to see its weights"
+        )
+    if "lm loss" not in logged:
+        raise FrameworkError(f"got {[*logged]} in the log of train_step, expected 'lm loss'")
+    return {"loss": float(logged["lm loss"])}
 
 
 def packed(drawn: Sequence[Drawn], *, multiple: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, cut
+from megatron_lossagg.verify.drivers.driver import Drawn, HookedDriver, Unchanging, cut, loss_of
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.step_data import VOCABULARY
 
@@ -54,8 +54,7 @@ class FrameworkDriver(HookedDriver):
         """Run ``train_step``, as its loop does."""
         with self.trained_by(trained) as get_schedule:
             chunk = self.chunks[trained == PER_TOKEN]
-            logged = train_step(self.script.forward_step, self._batches(), chunk, get_schedule())
-        return {"loss": logged["lm loss"]}
+            return train_step(self.script.forward_step, self._batches(), chunk, get_schedule())
 
     def _batches(self) -> Iterator[Any]:
         """Pack this rank's sequences as its data set does, and collate as its loader does."""
@@ -124,12 +123,12 @@ def begin(parallelism: Parallelism, **given: Any) -> Namespace:
 def train_step(
     forward_step: Any, batches: Iterator[Any], chunk: Any, schedule: Any
 ) -> dict[str, float]:
-    """Run ``train_step``; return what it logs."""
+    """Run ``train_step``; return the loss that it logs."""
     from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.training import training
 
     iterator = RerunDataIterator(batches)
-    logged, *_ = training.train_step(
+    returned = training.train_step(
         forward_step, iterator, [chunk], Unchanging(), Unchanging(), chunk.config, schedule
     )
-    return {name: float(value) for name, value in logged.items()}
+    return loss_of(returned)

@@ -109,8 +109,7 @@ class FrameworkDriver(HookedDriver):
         chunk, self.args.rl_use_sequence_packing = self.chunks[PER_TOKEN in own], _PACKED in own
         with self.trained_by(trained) as get_schedule:
             batches = [*self._batches(chunk)]
-            logged = train_step(self.script.forward_step, iter(batches), chunk, get_schedule())
-        return {"loss": logged["lm loss"]}
+            return train_step(self.script.forward_step, iter(batches), chunk, get_schedule())
 
     def _batches(self, chunk: Any) -> Iterator[Any]:
         """Prepare the rollouts of all ranks, and give each batch what was drawn."""

@@ -86,7 +86,7 @@ class FrameworkDriver(HookedDriver):
             made = trainer(backend_args=self.args)
             made._patch_parse_args()
             made.train()
-        return {"loss": logged["lm loss"]}
+        return logged
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's microbatches, under Megatron-LM's names and those of Primus's SFT."""

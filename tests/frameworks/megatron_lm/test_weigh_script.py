@@ -22,6 +22,7 @@ from megatron_lm_runs import (
     runs_of,
     steps,
 )
+from weighed import ended
 
 CHECKOUTS = [pytest.param("Megatron-LM", marks=needs("Megatron-LM", *NEEDED))]
 for checkout in ("Megatron-LM-main", "Megatron-LM-dev"):
@@ -199,3 +200,22 @@ def test_a_sequence_is_whole_where_each_microbatch_has_its_own_cp_group(weigh, l
     assert found.trains == ("sample_mean" if mode else "token_mean")
     assert found.weight_sum == pytest.approx(1.0, rel=1e-5)
     assert steps(found.events) == steps(weigh.plain("varlen", *dynamic, processes=processes))
+
+
+@pytest.mark.launches
+@needs("Megatron-LM", installed=True)
+@pytest.mark.parametrize(
+    ("changed", "into", "said"),
+    [
+        ("losses * loss_mask)", "losses / 0 * loss_mask)", "got exit code 16 from train_step"),
+        ("'lm loss'", "'its loss'", "got ['its loss'] in the log of train_step"),
+    ],
+)
+def test_a_megatron_lm_that_logs_no_loss_is_told_why(tmp_path, changed, into, said):
+    checkout = checkout_of("Megatron-LM")
+    text = (checkout / "pretrain_gpt.py").read_text()
+    assert changed in text
+    (tmp_path / "pretrain_gpt.py").write_text(text.replace(changed, into))
+    status, printed = ended("megatron-lm", tmp_path, tmp_path, checkout, more=["--setting", "all"])
+    assert status == 1
+    assert printed.rstrip().splitlines()[-1].partition("FrameworkError: ")[2].startswith(said)

@@ -3,13 +3,9 @@
 ``FRAMEWORKS_DIR=... pytest tests/frameworks/open_instruct``, after ``make test-frameworks``.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
-from frameworks import INSTALLED, checkout_of, copy_of, needs
-from weighed import assert_the_page_says, right, verdicts, weighed
+from frameworks import checkout_of, copy_of, needs
+from weighed import assert_the_page_says, ended, right, verdicts, weighed
 
 pytestmark = [pytest.mark.launches, needs("open-instruct", installed=True)]
 
@@ -36,15 +32,6 @@ def test_an_open_instruct_that_does_not_multiply_by_its_ranks_trains_a_half(tmp_
 
 
 def test_open_instruct_has_no_context_parallelism_here(tmp_path):
-    command = [sys.executable, "-m", "megatron_lossagg", "weigh", "--framework", "open-instruct"]
-    path = os.pathsep.join(map(str, [checkout_of("open-instruct"), INSTALLED]))
-    done = subprocess.run(
-        [*command, "--cp", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 2
-    assert "got --cp 2 with open-instruct, expected --cp 1" in done.stdout + done.stderr
+    found = ended("open-instruct", tmp_path, checkout_of("open-instruct"), more=["--cp", "2"])
+    assert found[0] == 2
+    assert "got --cp 2 with open-instruct, expected --cp 1" in found[1]

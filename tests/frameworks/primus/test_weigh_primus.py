@@ -5,7 +5,9 @@
 
 import pytest
 from frameworks import checkout_of, copy_of, needs
-from weighed import PER_TOKEN, right, weighed
+from weighed import PER_TOKEN, assert_the_page_says, right, weighed
+
+from megatron_lossagg.verify.drivers.driver import cut, draw
 
 pytestmark = [pytest.mark.launches, needs("Primus", installed=True), needs("Megatron-LM")]
 CHECKOUTS = [checkout_of("Primus"), checkout_of("Megatron-LM")]
@@ -21,8 +23,35 @@ def test_primus_trains_as_megatron_lm_does_and_its_sft_takes_every_token_cp_time
     assert sft["tokens"] == 84 * cp  # which are 84
     stock = steps["pretraining"]["loss"]["weighed"]
     assert stock["trains"] == ("microbatch_token_mean" if cp == 1 else None)
+    low, high = means_of_ranks(cp)
+    found = stock["modes"]["microbatch_token_mean"]
+    assert (found["min"], found["max"]) == pytest.approx((low, high), rel=1e-5)
     if cp == 2:
         assert any("context-parallel rank" in cause for cause in stock["causes"])
+        trained = f"**none**: {low:.3g} to {high:.3g} times microbatch_token_mean"
+        assert_the_page_says("Primus", f"| microbatch_token_mean | {trained} |")
+        assert_the_page_says(
+            "Primus", "microbatch_token_mean of 168 tokens", "each rank trains all 84"
+        )
+
+
+def means_of_ranks(cp, width=24):
+    """Return what a mean over each context-parallel rank's tokens is to one over a microbatch's.
+
+    The smallest and the largest: n_b / (CP n_br), for the zigzag chunks of padded sequences.
+    """
+    drawn, chunk, ratios = draw(edges=False), width // (2 * cp), []
+    for dp_rank in range(2):
+        for part in cut(drawn[dp_rank::2]):
+            targets = [
+                len(one.tokens) - len(one.mask) + i - 1
+                for one in part
+                for i, is_active in enumerate(one.mask)
+                if is_active
+            ]
+            ranks = [min(t // chunk, 2 * cp - 1 - t // chunk) for t in targets]
+            ratios += [len(ranks) / (cp * ranks.count(rank)) for rank in {*ranks}]
+    return min(ratios), max(ratios)
 
 
 def test_a_primus_whose_sft_counts_no_tokens_is_told(tmp_path):

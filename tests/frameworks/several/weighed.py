@@ -18,18 +18,24 @@ def weighed(name, folder, *paths, cp=1, more=("--setting", "all")):
     """Run the command in an empty folder; return its steps by setting, and what it printed."""
     report = folder / "report.json"
     size = ["--dp", "2", "--cp", str(cp), "--json", str(report)]
-    command = ["-m", "megatron_lossagg", "weigh", "--framework", name, *size, *more]
+    status, printed = ended(name, folder, *paths, more=[*size, *more])
+    assert status == 0, printed
+    steps = json.loads(report.read_text())["steps"]
+    return {step["trained"]: step["terms"] for step in steps}, printed
+
+
+def ended(name, folder, *paths, more):
+    """Run the command in an empty folder; return its exit status and what it printed."""
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-m", "megatron_lossagg", "weigh", "--framework", name, *more],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, INSTALLED]))},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    steps = json.loads(report.read_text())["steps"]
-    return {step["trained"]: step["terms"] for step in steps}, done.stdout
+    return done.returncode, done.stdout
 
 
 def verdicts(steps):
