@@ -1,10 +1,7 @@
 """What slime and miles share: their options, and weights carried to them as ``rollout_mask_sums``.
 
 **Options** among the framework's arguments, whose file takes any name, are named as the flags are:
-``loss_aggregation``, ``loss_aggregation_divisor``, ... Each has a short spelling, ``lossagg``,
-``lossagg_divisor``, ..., for a release that defines an option of the long name itself, as slime's
-pull request 2090 did: it was closed, and a copy of slime may have it. The long name is the
-framework's there, whose default asks us for nothing; only the short one is ours.
+``loss_aggregation``, ``loss_aggregation_divisor``, ...
 
 **Weights.** Both frameworks reduce the policy loss, entropy, KL and every metric of a microbatch
 alike, on each context-parallel rank, and multiply by what Megatron's average loss scaling divides
@@ -43,7 +40,6 @@ import functools
 import logging
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,70 +86,18 @@ _LIKE_OURS = ("loss_ag", "lossag")
 """How what may be meant for us begins."""
 
 
-def spelled(flag: str, framework: str) -> str:
-    """Return the name that a file gives an option of ours in this release of a framework."""
-    return _short(flag) if "loss_aggregation" in defined_by(framework) else flag
-
-
-def requested(args: Any, framework: str) -> Namespace:
-    """Return our options, each None if it is not asked for.
-
-    Raises :class:`AggregationError` for a name that nothing reads, and :class:`ContractError` if
-    the framework would aggregate too. No collective.
-    """
-    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    of_framework = defined_by(framework)
-    _check_names(args, flags, of_framework)
-    made = {}
-    for flag in flags:
-        spellings = [_short(flag)] if flag in of_framework else [flag, _short(flag)]
-        values = [given[name] for name in spellings if name in given]
-        if len(values) > 1:
-            raise AggregationError(f"got {flag} and {_short(flag)}, expected one: drop one")
-        made[flag] = values[0] if values else None
-    changed = {name: given.get(name) for name, own in of_framework.items()}
-    changed = {name: value for name, value in changed.items() if value != of_framework[name]}
-    if made["loss_aggregation"] is not None and changed:
-        raise ContractError(
-            f"got {changed}, options of {framework}'s own, alongside lossagg, expected none: "
-            f"{framework} would aggregate the policy loss itself. Drop them"
-        )
-    return Namespace(**made)
-
-
-def _short(flag: str) -> str:
-    return flag.replace("loss_aggregation", "lossagg", 1)
-
-
-def _check_names(args: Any, flags: Iterable[str], of_framework: Iterable[str]) -> None:
+def _check_names(args: Any) -> None:
     """Refuse an option that nothing reads: the file of --custom-config-path takes any name."""
+    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
     read = [flag for flag in flags if flag not in _WITHOUT_EFFECT]
-    known = {*read, *map(_short, read), *of_framework}
     for name, value in vars(args).items():
         is_like_ours = name.replace("-", "_").lower().startswith(_LIKE_OURS)
         is_unset = name in _WITHOUT_EFFECT and value is None
-        if is_like_ours and name not in known and not is_unset:
+        if is_like_ours and name not in read and not is_unset:
             raise AggregationError(
                 f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(read)}: "
                 "correct the name, or drop it"
             )
-
-
-@cache
-def defined_by(framework: str) -> dict[str, Any]:
-    """Return the options named as ours that a framework's own parser defines, and their defaults.
-
-    Empty if its parser cannot be had here.
-    """
-    parser = argparse.ArgumentParser()
-    try:
-        arguments = import_module(f"{framework}.utils.arguments")
-        getattr(arguments, f"get_{framework}_extra_args_provider")(None)(parser)
-    except (Exception, SystemExit):  # whatever a framework's import raises
-        return {}
-    options = {action.dest: action.default for action in parser._actions}
-    return {name: value for name, value in options.items() if name.startswith(_LIKE_OURS)}
 
 
 _CLAMPS = [
@@ -272,9 +216,9 @@ def checked_aggregation(args: Any, hooks: Hooks) -> Aggregation | None:
     Returns the aggregation, None if no argument asks for one. Raises :class:`ContractError` or
     :class:`AggregationError`. No collective, no host sync.
     """
-    ours = requested(args, hooks.name)
-    Options.from_args(ours)  # an invalid value fails here, at startup
-    aggregation = aggregation_from_args(ours)
+    _check_names(args)
+    Options.from_args(args)  # an invalid value fails here, at startup
+    aggregation = aggregation_from_args(args)
     reducer, loss_type = getattr(args, REDUCER, None), getattr(args, "loss_type", None)
     if aggregation is not None:
         _check_carried(args, aggregation, hooks)
@@ -302,8 +246,7 @@ def carried_aggregation(args: Any, hooks: Hooks) -> Aggregation:
     if aggregation is None:
         raise AggregationError(
             f"got {hooks.carry_argument} and no loss_aggregation, expected the mode to carry: "
-            f"set {spelled('loss_aggregation', hooks.name)} in the file of --custom-config-path. "
-            f"{hooks.about_flags}"
+            f"set loss_aggregation in the file of --custom-config-path. {hooks.about_flags}"
         )
     return aggregation
 

@@ -39,7 +39,6 @@ from megatron_lossagg.integrations._rollouts import (
     log_carried,
     log_set_up,
     refuse_bshd,
-    requested,
     rollout_mask_sums,
 )
 from megatron_lossagg.integrations._shared import not_a_mask
@@ -146,7 +145,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
         sample=[int(rollout) for rollout in data["rollout_ids"]],
         prompt=prompt,
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
-        empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
+        empty_step=Options.from_args(args).empty_step,
         remedy=remedy,
     )
     if remedy is not None:  # whether later data needs it, no argument says

@@ -42,7 +42,6 @@ from megatron_lossagg.integrations._rollouts import (
     constant_reducer,
     log_carried,
     log_set_up,
-    requested,
     rollout_mask_sums,
 )
 from megatron_lossagg.integrations._shared import not_a_mask
@@ -153,7 +152,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         prompt=prompt,
         samples_per_prompt=samples_per_prompt,
         group=_data_parallel_group(),
-        empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
+        empty_step=Options.from_args(args).empty_step,
         fault=fault,
     )
     of_slime = rollout_data["rollout_mask_sums"]
