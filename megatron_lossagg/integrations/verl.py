@@ -44,8 +44,6 @@ verl-project/verl#7580 ``normalize_loss_weight_global``, ``apply_loss_weight_to_
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 import os
 import re
 import sys
@@ -54,7 +52,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -66,7 +63,7 @@ from megatron_lossagg.integrations.weigh_rl import Reduction, Where, weigh_if_as
 from megatron_lossagg.loop.step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.exchange import together
-from megatron_lossagg.reduction.faults import first_time, warn_once
+from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
@@ -160,7 +157,6 @@ def plan_batch(
         }
         return Sequences(active_tokens=n_b[is_sequence_b], num_padding=sum(paddings), **given)
 
-    _say_empty(aggregation, int((n_b[is_sequence_b] == 0).sum()), len(paddings))
     plan = plan_step(
         aggregation,
         sequences,
@@ -169,23 +165,9 @@ def plan_batch(
         options=Options(rejects_tokens=True),
     )
     sample = "" if plan.sequences.sample is None else f"(uid, {_sample_column()})"
-    say_counted(plan, sample=sample)
+    leave_out = f"loss_mode={_PREFIX}{aggregation.mode}_no_count_empty (of padding: {IS_PADDING}=)"
+    say_counted(plan, sample=sample, leave_out=leave_out)
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
-
-
-def _say_empty(aggregation: Aggregation, num_empty: int, num_sequences: int) -> None:
-    """Log once that sequences without a trained token are counted, and how many."""
-    counts = aggregation.mode in COUNT_SAMPLES and aggregation.count_empty
-    if counts and num_empty and first_time("empty sequences of verl"):
-        logging.getLogger(__name__).warning(
-            "%d of the %d sequences of this rank's batch are fully masked, and %s counts them: if "
-            "they are padding, give the batch a column is_padding; to leave them out, choose "
-            "loss_mode=lossagg_%s_no_count_empty",
-            num_empty,
-            num_sequences,
-            aggregation.mode,
-            aggregation.mode,
-        )
 
 
 def _columns(aggregation: Aggregation, data: Any) -> dict[str, list[Any]]:
@@ -212,23 +194,15 @@ def _groups(data: Any) -> list[str]:
     return advantage_groups(_uids(data), data["advantages"], mask)
 
 
-def _loss_weights(data: Any) -> list[float] | None:
-    """Return the column ``loss_weight``; raises PlanError unless it is one number each."""
+def _loss_weights(data: Any) -> list[Any] | None:
+    """Return the column ``loss_weight``, which Sequences checks; None if there is none."""
     if LOSS_WEIGHT not in data.keys():  # noqa: SIM118
         return None
     column = data[LOSS_WEIGHT]
     if isinstance(column, Tensor):
         column = [one.reshape(-1).tolist() for one in column.unbind()]
         column = [one[0] if len(one) == 1 else one for one in column]
-    weights = [*column]
-    for weight in weights:
-        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
-            raise PlanError(
-                f"got a {LOSS_WEIGHT} of {weight!r} in the batch, expected a finite number from 0 "
-                "for each sequence, which multiplies its losses: give every sequence one, or leave "
-                "the column out"
-            )
-    return [float(weight) for weight in weights]
+    return [*column]
 
 
 _OF_PROMPTS = {
