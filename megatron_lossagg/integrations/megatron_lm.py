@@ -102,8 +102,7 @@ class MaskedSumIntegration(Integration):
         """Number the step as Megatron-LM's log does: ``curr_iteration`` counts finished steps."""
         from megatron.training import get_args
 
-        finished = getattr(get_args(), "curr_iteration", None)
-        return None if finished is None else finished + 1
+        return int(get_args().curr_iteration) + 1
 
     def _check_entries(self, output: Tensor) -> None:
         """Refuse losses of other entries than were counted, as of a batch that was transposed."""
