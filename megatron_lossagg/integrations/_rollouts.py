@@ -178,8 +178,6 @@ class Hooks:
     """Of our entry points for it."""
     carry_argument: str
     """The argument that names ``carry_weights``."""
-    about_flags: str
-    """What the framework does with a flag that it does not know."""
 
     @property
     def carry_path(self) -> str:
@@ -246,7 +244,8 @@ def carried_aggregation(args: Any, hooks: Hooks) -> Aggregation:
     if aggregation is None:
         raise AggregationError(
             f"got {hooks.carry_argument} and no loss_aggregation, expected the mode to carry: "
-            f"set loss_aggregation in the file of --custom-config-path. {hooks.about_flags}"
+            f"set loss_aggregation in the file of --custom-config-path; {hooks.name} reads no flag "
+            "of ours on its command line"
         )
     return aggregation
 
@@ -282,11 +281,8 @@ def _check_carried(args: Any, aggregation: Aggregation, hooks: Hooks) -> None:
 def rollout_mask_sums(
     aggregation: Aggregation,
     steps: Sequence[FrameworkStep],
+    batch: Sequences,
     *,
-    active_tokens: Sequence[int],
-    sample: Sequence[int],
-    prompt: Sequence[int] | None = None,
-    samples_per_prompt: int | None = None,
     dropped: Sequence[int] = (),
     group: ProcessGroup | None = None,
     empty_step: EmptyStep = "zero",
@@ -295,36 +291,30 @@ def rollout_mask_sums(
 ) -> _Floats:
     """Compute d_s of each sequence of a rollout batch, float64 ``[S]``; NaN outside of all steps.
 
-    ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
-    that the framework leaves out. ``samples_per_prompt``: as of :class:`Sequences`, in
-    each step. Every rank of ``group`` calls, with the same number of steps, and
+    ``batch``: its lists; ``samples_per_prompt`` holds in each step. ``dropped``: sequences that the
+    framework leaves out. Every rank of ``group`` calls, with the same number of steps, and
     all of them or none with ``dropped``: per step the collectives of :func:`plan_step`, once more
     if prompts are given with several steps or with ``dropped``. ``remedy``: how the framework is
     told not to raise a d_s below 1, if it does; None if it does not. ``fault``: why this rank has
     no counts. Raises :class:`PlanError`, on all ranks; for a d_s below 1 on this one, so that only
     a process without a group passes a ``remedy``.
     """
-    d_S = np.full(len(active_tokens), np.nan)
+    columns: dict[str, Any] = batch.entries()
+    d_S, prompt = np.full(len(columns["active_tokens"]), np.nan), columns.get("prompt")
 
-    def plan_of(step: FrameworkStep, check: int | None) -> StepPlan:
-        return plan_step(
-            aggregation,
-            Sequences(
-                active_tokens=[active_tokens[sequence] for sequence in step.sequences],
-                sample=[sample[sequence] for sequence in step.sequences],
-                prompt=None if prompt is None else [prompt[s] for s in step.sequences],
-                microbatch=step.microbatch,
-                num_microbatches=step.num_microbatches,
-                samples_per_prompt=check,
-            ),
-            group=group,
-            options=Options(empty_step=empty_step),
-            fault=fault,
+    def plan_of(step: FrameworkStep, samples_per_prompt: int | None) -> StepPlan:
+        of_step = batch.with_entries(
+            {name: [values[s] for s in step.sequences] for name, values in columns.items()},
+            microbatch=step.microbatch,
+            num_microbatches=step.num_microbatches,
+            samples_per_prompt=samples_per_prompt,
         )
+        options = Options(empty_step=empty_step)
+        return plan_step(aggregation, of_step, group=group, options=options, fault=fault)
 
     num_prompts = 0
     for step in steps:
-        plan = say_counted(plan_of(step, samples_per_prompt), leave_out=_LEAVE_OUT)
+        plan = say_counted(plan_of(step, batch.samples_per_prompt), leave_out=_LEAVE_OUT)
         d_S[list(step.sequences)] = _of_plan(plan, step.rollouts, remedy)
         num_prompts += plan.totals.prompts or 0
     if prompt is not None and (len(steps) > 1 or dropped):
@@ -460,13 +450,7 @@ def _reducer_of(divisor: float) -> MakeReducer:
         cp_size, cp_rank = _context_parallel()
         if cp_size > 1:
             refuse_bshd(_megatron_args())
-        lengths = [mask.numel() for mask in loss_masks]
-        if lengths != [int(n) for n in response_lengths]:
-            raise LayoutError(
-                f"got loss masks of {lengths[:6]} tokens for responses of "
-                f"{list(response_lengths)[:6]}, expected one whole mask per sample: pass masks "
-                "before slicing for context parallelism"
-            )
+        lengths = [int(length) for length in response_lengths]
         layout = Layout.response_zigzag(
             total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
         )

@@ -53,7 +53,8 @@ class McaIntegration(Integration):
         """Refuse, on every rank and before each step, the loss of another trainer."""
         trainer = trainer_of(call)
         kind = type(trainer)
-        if others := others_than(self._class, kind):
+        others = [n for n in _OWN if getattr(kind, n, None) is not getattr(self._class, n)]
+        if others:
             raise ContractError(
                 f"got {', '.join(others)} of {kind.__name__}, expected McaTrainer's own: a "
                 "different loss is not known here; train it without megatron_lossagg"
@@ -106,11 +107,6 @@ def _packed(attention_mask: Tensor) -> tuple[Any, Any]:
     length_G = np.concatenate([np.append(count[1:], count[0]) for count in counts])
     is_padding_G = np.concatenate([np.arange(1, len(count) + 1) == len(count) for count in counts])
     return length_G[length_G > 0], is_padding_G[length_G > 0]
-
-
-def others_than(trainer: type, kind: type) -> list[str]:
-    """Return which methods of a kind of trainer make a different loss than the trainer's."""
-    return [name for name in _OWN if getattr(kind, name, None) is not getattr(trainer, name)]
 
 
 def trainer_of(call: Mapping[str, Any]) -> Any:

@@ -44,12 +44,12 @@ from megatron_lossagg.integrations._rollouts import (
 from megatron_lossagg.integrations._shared import not_a_mask
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.sequences import Sequences
 
 HOOKS = Hooks(
     name="miles",
     module="megatron_lossagg.integrations.miles",
     carry_argument="custom_convert_samples_to_train_data_path",
-    about_flags="miles knows none of our flags on its command line",
 )
 _DIVIDING = (
     "miles.backends.training_utils.cp_utils",
@@ -141,9 +141,11 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     d_S = rollout_mask_sums(
         aggregation,
         steps,
-        active_tokens=[_active_tokens(sequence, mask) for sequence, mask in enumerate(masks)],
-        sample=[int(rollout) for rollout in data["rollout_ids"]],
-        prompt=prompt,
+        Sequences(
+            active_tokens=[_active_tokens(sequence, mask) for sequence, mask in enumerate(masks)],
+            sample=[int(rollout) for rollout in data["rollout_ids"]],
+            prompt=prompt,
+        ),
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
         empty_step=Options.from_args(args).empty_step,
         remedy=remedy,
