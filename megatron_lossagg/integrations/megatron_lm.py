@@ -345,10 +345,8 @@ def _with_tail(found: Sequences) -> Sequences:
     if resolve_thd_tail_padding_policy(args) == "extend_last":
         length_G[-1] += tail
         return replace(found, lengths=length_G)
-    sums = found.token_weight_sums
-    return Sequences(
-        active_tokens=np.append(np.asarray(found.active_tokens), 0),
-        lengths=np.append(length_G, tail),
-        is_padding=np.append(np.asarray(found.is_padding), 1),
-        token_weight_sums=None if sums is None else np.append(np.asarray(sums), 0),
+    of_tail = {"lengths": tail, "is_padding": 1}  # and 0 active tokens
+    tailed: Sequences = found.with_entries(
+        {name: np.append(values, of_tail.get(name, 0)) for name, values in found.entries().items()}
     )
+    return tailed
