@@ -198,11 +198,6 @@ def _actor(base: Any) -> Any:
         def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
             """Count the step and train it: one or two all-gathers over the data-parallel group."""
             data = dict(self._normalize_batch_input(input_)[0])
-            if "teacher_logp" in data:
-                raise ContractError(
-                    "got teacher_logp in a batch, expected none: the teacher's loss is a mean of "
-                    "each microbatch; train without config.teacher"
-                )
             scale_S = _scales(self, data, data.get(PROMPT), loss_weight_fn)
             own[:] = [_of_environment()]
             advantages = data["advantages"]

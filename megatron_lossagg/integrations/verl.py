@@ -151,11 +151,7 @@ def plan_batch(
             )
         if not counts_zero and weights is not None:
             columns["left_out"] = [weight == 0 for weight in weights]
-        given: dict[str, Any] = {
-            name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
-            for name, column in columns.items()
-        }
-        return Sequences(active_tokens=n_b[is_sequence_b], num_padding=sum(paddings), **given)
+        return Sequences(active_tokens=n_b, is_padding=paddings, **columns)
 
     plan = plan_step(
         aggregation,
@@ -170,13 +166,12 @@ def plan_batch(
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
 
-def _columns(aggregation: Aggregation, data: Any) -> dict[str, list[Any]]:
+def _columns(aggregation: Aggregation, data: Any) -> dict[str, Any]:
     """Return what the plan needs of each sequence, padding included, by its name in Sequences.
 
     Raises :class:`PlanError`: inside of what tells the other ranks.
     """
-    if fault := _lacking(aggregation, data, _uids(data)):
-        raise PlanError(fault)
+    _check_columns(aggregation, data, _uids(data))
     columns: dict[str, list[Any] | None] = {}
     if aggregation.mode == "prompt_mean":
         columns["prompt"] = _uids(data)
@@ -212,42 +207,42 @@ _OF_PROMPTS = {
 """What modes that need a uid in any case tell by it."""
 
 
-def _lacking(aggregation: Aggregation, data: Any, uids: list[str]) -> str:
-    """Say which columns a mode needs and the batch lacks; empty if none."""
-    mode = aggregation.mode
+def _check_columns(aggregation: Aggregation, data: Any, uids: list[str]) -> None:
+    """Refuse a batch that lacks columns, or some of their values, by which a mode counts."""
+    mode, name = aggregation.mode, _sample_column()
     if mode not in COUNT_SAMPLES:
-        return ""
+        return
     if mode == "balanced" and "advantages" not in data.keys():  # noqa: SIM118
-        return (
+        raise PlanError(
             "got a batch without advantages, by whose sign balanced tells groups: choose another "
             "mode for a loss without them"
         )
-    name = _sample_column()
     sessions = None if mode == "prompt_mean" else _column(data, name)
     if sessions is None and mode != "prompt_mean" and name != _SESSION:
-        return (
+        raise PlanError(
             f"got {SAMPLE_COLUMN}={name} and a batch without this column, by which {mode} tells "
             f"the sample of each sequence: keep it in the batch, or unset {SAMPLE_COLUMN}"
         )
     if sessions is not None and not all(sessions):
-        return (
+        raise PlanError(
             f"got sequences without a {name} in a batch that has the column, by which {mode} "
             "tells the sample of each: give every sequence one, or leave the column out"
         )
-    if all(uids):
-        return ""
-    tells = _OF_PROMPTS.get(mode, "padding sequences apart from empty ones")
-    if mode not in _OF_PROMPTS and sessions is not None:
+    or_else = ""
+    if mode in _OF_PROMPTS:
+        tells = _OF_PROMPTS[mode]
+    elif sessions is not None:
         tells = f"the sample of each sequence, (uid, {name})"
-    elif mode not in _OF_PROMPTS and not aggregation.count_empty:
-        return ""
-    fault = (
-        f"got sequences without a uid, by which {mode} tells {tells}: keep uid in the batch that "
-        "update_actor is given"
-    )
-    if mode not in _OF_PROMPTS and sessions is None:
-        fault += f", or choose loss_mode=lossagg_{mode}_no_count_empty"
-    return fault
+    elif aggregation.count_empty:
+        tells = "padding sequences apart from empty ones"
+        or_else = f", or choose loss_mode={_PREFIX}{mode}_no_count_empty"
+    else:
+        return
+    if not all(uids):
+        raise PlanError(
+            f"got sequences without a uid, by which {mode} tells {tells}: keep uid in the batch "
+            f"that update_actor is given{or_else}"
+        )
 
 
 def check_same_batch(aggregation: Aggregation, data: Any) -> None:
