@@ -193,25 +193,20 @@ class PretrainIntegration(MaskedSumIntegration):
         self._packs = itertools.count()
 
     def applies(self, call: Mapping[str, Any]) -> bool:
-        """Refuse, on every rank and before each step, what a dynamic CP cannot have."""
+        """Refuse, on every rank and before each step, padding that differs from rank to rank."""
         model = call["model"]
-        self._check_dynamic((model[0] if isinstance(model, (list, tuple)) else model).config)
+        config = (model[0] if isinstance(model, (list, tuple)) else model).config
+        if self._counts_as_given and getattr(config, "dynamic_context_parallel", False):
+            from megatron.training import get_args
+
+            alignment = getattr(get_args(), "pad_packed_seq_alignment", None)
+            if alignment is not None:
+                raise ContractError(
+                    "got --dynamic-context-parallel with --pad-packed-seq-alignment "
+                    f"{alignment}, expected one of the two: the padding of packs would differ from "
+                    "rank to rank; drop one, or use a fixed --context-parallel-size"
+                )
         return super().applies(call)
-
-    def _check_dynamic(self, config: Any) -> None:
-        """Refuse an option whose padding differs from rank to rank, by name."""
-        is_dynamic = getattr(config, "dynamic_context_parallel", False)
-        if not (is_dynamic and self._counts_as_given):
-            return
-        from megatron.training import get_args
-
-        alignment = getattr(get_args(), "pad_packed_seq_alignment", None)
-        if alignment is not None:
-            raise ContractError(
-                f"got --dynamic-context-parallel with --pad-packed-seq-alignment {alignment}, "
-                "expected one of the two: the padding of packs would differ from rank to rank; "
-                "drop one, or use a fixed --context-parallel-size"
-            )
 
     def sequences(self, data: Any) -> Sequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
@@ -264,8 +259,7 @@ def install(
     rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
     from megatron.training import training
 
-    if hasattr(training, "evaluate"):
-        training.evaluate = hook.wrap_evaluation(training.evaluate)
+    training.evaluate = hook.wrap_evaluation(training.evaluate)
     return hook
 
 
