@@ -178,6 +178,8 @@ class Hooks:
     """Of our entry points for it."""
     carry_argument: str
     """The argument that names ``carry_weights``."""
+    not_covered: tuple[tuple[str, str], ...]
+    """Its arguments whose loss keeps its own scale, each with that loss."""
 
     @property
     def carry_path(self) -> str:
@@ -365,21 +367,12 @@ def log_carried(hooks: Hooks, aggregation: Aggregation) -> None:
     )
 
 
-def log_set_up(
-    args: Any,
-    hooks: Hooks,
-    aggregation: Aggregation | None,
-    not_covered: Sequence[tuple[str, str]],
-) -> None:
-    """Log on rank 0 what the arguments ask for: nothing is carried yet.
-
-    ``not_covered``: arguments whose loss keeps the framework's own scale, each with that loss; a
-    warning for each that is set.
-    """
+def log_set_up(args: Any, hooks: Hooks, aggregation: Aggregation | None) -> None:
+    """Log on rank 0 what the arguments ask for, and warn of what is not covered."""
     reducer = getattr(args, REDUCER, None)
     if not is_ours(reducer) and aggregation is None:
         return
-    for name, loss in not_covered:
+    for name, loss in hooks.not_covered:
         if getattr(args, name, False):
             text = f"megatron_lossagg does not cover {loss} ({name}): it keeps "
             _log(f"{text}{hooks.name}'s own scale", logging.WARNING)

@@ -50,6 +50,7 @@ HOOKS = Hooks(
     name="miles",
     module="megatron_lossagg.integrations.miles",
     carry_argument="custom_convert_samples_to_train_data_path",
+    not_covered=(("enable_mtp_training", "the loss of MTP layers"),),
 )
 _DIVIDING = (
     "miles.backends.training_utils.cp_utils",
@@ -58,8 +59,6 @@ _DIVIDING = (
     "miles.backends.training_utils.loss_hub.losses",
 )
 """miles' modules that divide by ``rollout_mask_sums``."""
-_NOT_COVERED = (("enable_mtp_training", "the loss of MTP layers"),)
-"""Arguments of miles, and the losses that the hook does not reach."""
 
 
 def __getattr__(name: str) -> MakeReducer:
@@ -78,7 +77,7 @@ def check(args: Any) -> None:
     aggregation = checked_aggregation(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)) and getattr(args, "context_parallel_size", 1) > 1:
         refuse_bshd(args)
-    log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
+    log_set_up(args, HOOKS, aggregation)
     if aggregation is None:
         return
     _check_miles(args, aggregation)

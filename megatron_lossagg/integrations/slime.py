@@ -54,13 +54,12 @@ HOOKS = Hooks(
     name="slime",
     module="megatron_lossagg.integrations.slime",
     carry_argument="rollout_data_postprocess_path",
+    not_covered=(
+        ("use_critic", "the critic's value loss"),
+        ("enable_mtp_training", "the loss of MTP layers"),
+    ),
 )
 _STOCK_SOURCES = ("data_source_path", "rollout_function_path")
-_NOT_COVERED = (
-    ("use_critic", "the critic's value loss"),
-    ("enable_mtp_training", "the loss of MTP layers"),
-)
-"""Arguments of slime, and the losses that the hook does not reach."""
 
 
 def __getattr__(name: str) -> MakeReducer:
@@ -89,7 +88,7 @@ def check(args: Any) -> None:
     what it saw: nothing is carried yet. No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
-    log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
+    log_set_up(args, HOOKS, aggregation)
     own = getattr(args, HOOKS.carry_argument, None)
     if aggregation is not None and own != HOOKS.carry_path:
         _PROCESS.own_postprocess = own

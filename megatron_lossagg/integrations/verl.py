@@ -161,7 +161,8 @@ def plan_batch(
         options=Options(rejects_tokens=True),
     )
     sample = "" if plan.sequences.sample is None else f"(uid, {_sample_column()})"
-    leave_out = f"loss_mode={_PREFIX}{aggregation.mode}_no_count_empty (of padding: {IS_PADDING}=)"
+    leave_out = f"loss_mode={_PREFIX}{aggregation.mode}{_NO_EMPTY}"
+    leave_out += f", or a column {IS_PADDING} if they are padding,"
     say_counted(plan, sample=sample, leave_out=leave_out)
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
@@ -235,7 +236,7 @@ def _check_columns(aggregation: Aggregation, data: Any, uids: list[str]) -> None
         tells = f"the sample of each sequence, (uid, {name})"
     elif aggregation.count_empty:
         tells = "padding sequences apart from empty ones"
-        or_else = f", or choose loss_mode={_PREFIX}{mode}_no_count_empty"
+        or_else = f", or choose loss_mode={_PREFIX}{mode}{_NO_EMPTY}"
     else:
         return
     if not all(uids):

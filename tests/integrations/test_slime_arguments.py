@@ -10,8 +10,6 @@ from megatron_lossagg.integrations import _rollouts, miles, slime
 from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.reduction import faults
 
-NO_COUNT_EMPTY = {"loss_aggregation_count_empty": None}
-
 
 @pytest.fixture(params=["slime", "miles"])
 def framework(request, monkeypatch):
@@ -31,7 +29,7 @@ def framework(request, monkeypatch):
         ({"loss_agregation": "constant"}, "expected one of loss_aggregation, "),
         ({"loss_aggregation_count_emtpy": False}, "count_emtpy: False, which nothing reads"),
         ({"loss-aggregation": "constant"}, "loss-aggregation: 'constant'"),
-        ({"lossagg_mode": "constant"}, "lossagg_mode: 'constant'"),
+        ({"lossagg": "constant"}, "lossagg: 'constant', which nothing reads"),
     ],
 )
 def test_what_would_train_another_loss_is_refused_at_startup_and_before_the_first_step(
