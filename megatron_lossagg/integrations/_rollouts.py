@@ -1,10 +1,7 @@
 """What slime and miles share: their options, and weights carried to them as ``rollout_mask_sums``.
 
 **Options** among the framework's arguments, whose file takes any name, are named as the flags are:
-``loss_aggregation``, ``loss_aggregation_divisor``, ... Each has a short spelling, ``lossagg``,
-``lossagg_divisor``, ..., for a release that defines an option of the long name itself, as slime's
-pull request 2090 did: it was closed, and a copy of slime may have it. The long name is the
-framework's there, whose default asks us for nothing; only the short one is ours.
+``loss_aggregation``, ``loss_aggregation_divisor``, ...
 
 **Weights.** Both frameworks reduce the policy loss, entropy, KL and every metric of a microbatch
 alike, on each context-parallel rank, and multiply by what Megatron's average loss scaling divides
@@ -43,7 +40,6 @@ import functools
 import logging
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,70 +86,18 @@ _LIKE_OURS = ("loss_ag", "lossag")
 """How what may be meant for us begins."""
 
 
-def spelled(flag: str, framework: str) -> str:
-    """Return the name that a file gives an option of ours in this release of a framework."""
-    return _short(flag) if "loss_aggregation" in defined_by(framework) else flag
-
-
-def requested(args: Any, framework: str) -> Namespace:
-    """Return our options, each None if it is not asked for.
-
-    Raises :class:`AggregationError` for a name that nothing reads, and :class:`ContractError` if
-    the framework would aggregate too. No collective.
-    """
-    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    of_framework = defined_by(framework)
-    _check_names(args, flags, of_framework)
-    made = {}
-    for flag in flags:
-        spellings = [_short(flag)] if flag in of_framework else [flag, _short(flag)]
-        values = [given[name] for name in spellings if name in given]
-        if len(values) > 1:
-            raise AggregationError(f"got {flag} and {_short(flag)}, expected one: drop one")
-        made[flag] = values[0] if values else None
-    changed = {name: given.get(name) for name, own in of_framework.items()}
-    changed = {name: value for name, value in changed.items() if value != of_framework[name]}
-    if made["loss_aggregation"] is not None and changed:
-        raise ContractError(
-            f"got {changed}, options of {framework}'s own, alongside lossagg, expected none: "
-            f"{framework} would aggregate the policy loss itself. Drop them"
-        )
-    return Namespace(**made)
-
-
-def _short(flag: str) -> str:
-    return flag.replace("loss_aggregation", "lossagg", 1)
-
-
-def _check_names(args: Any, flags: Iterable[str], of_framework: Iterable[str]) -> None:
+def _check_names(args: Any) -> None:
     """Refuse an option that nothing reads: the file of --custom-config-path takes any name."""
+    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
     read = [flag for flag in flags if flag not in _WITHOUT_EFFECT]
-    known = {*read, *map(_short, read), *of_framework}
     for name, value in vars(args).items():
         is_like_ours = name.replace("-", "_").lower().startswith(_LIKE_OURS)
         is_unset = name in _WITHOUT_EFFECT and value is None
-        if is_like_ours and name not in known and not is_unset:
+        if is_like_ours and name not in read and not is_unset:
             raise AggregationError(
                 f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(read)}: "
                 "correct the name, or drop it"
             )
-
-
-@cache
-def defined_by(framework: str) -> dict[str, Any]:
-    """Return the options named as ours that a framework's own parser defines, and their defaults.
-
-    Empty if its parser cannot be had here.
-    """
-    parser = argparse.ArgumentParser()
-    try:
-        arguments = import_module(f"{framework}.utils.arguments")
-        getattr(arguments, f"get_{framework}_extra_args_provider")(None)(parser)
-    except (Exception, SystemExit):  # whatever a framework's import raises
-        return {}
-    options = {action.dest: action.default for action in parser._actions}
-    return {name: value for name, value in options.items() if name.startswith(_LIKE_OURS)}
 
 
 _CLAMPS = [
@@ -234,8 +178,8 @@ class Hooks:
     """Of our entry points for it."""
     carry_argument: str
     """The argument that names ``carry_weights``."""
-    about_flags: str
-    """What the framework does with a flag that it does not know."""
+    not_covered: tuple[tuple[str, str], ...]
+    """Its arguments whose loss keeps its own scale, each with that loss."""
 
     @property
     def carry_path(self) -> str:
@@ -272,9 +216,9 @@ def checked_aggregation(args: Any, hooks: Hooks) -> Aggregation | None:
     Returns the aggregation, None if no argument asks for one. Raises :class:`ContractError` or
     :class:`AggregationError`. No collective, no host sync.
     """
-    ours = requested(args, hooks.name)
-    Options.from_args(ours)  # an invalid value fails here, at startup
-    aggregation = aggregation_from_args(ours)
+    _check_names(args)
+    Options.from_args(args)  # an invalid value fails here, at startup
+    aggregation = aggregation_from_args(args)
     reducer, loss_type = getattr(args, REDUCER, None), getattr(args, "loss_type", None)
     if aggregation is not None:
         _check_carried(args, aggregation, hooks)
@@ -302,8 +246,8 @@ def carried_aggregation(args: Any, hooks: Hooks) -> Aggregation:
     if aggregation is None:
         raise AggregationError(
             f"got {hooks.carry_argument} and no loss_aggregation, expected the mode to carry: "
-            f"set {spelled('loss_aggregation', hooks.name)} in the file of --custom-config-path. "
-            f"{hooks.about_flags}"
+            f"set loss_aggregation in the file of --custom-config-path; {hooks.name} reads no flag "
+            "of ours on its command line"
         )
     return aggregation
 
@@ -339,11 +283,8 @@ def _check_carried(args: Any, aggregation: Aggregation, hooks: Hooks) -> None:
 def rollout_mask_sums(
     aggregation: Aggregation,
     steps: Sequence[FrameworkStep],
+    batch: Sequences,
     *,
-    active_tokens: Sequence[int],
-    sample: Sequence[int],
-    prompt: Sequence[int] | None = None,
-    samples_per_prompt: int | None = None,
     dropped: Sequence[int] = (),
     group: ProcessGroup | None = None,
     empty_step: EmptyStep = "zero",
@@ -352,36 +293,30 @@ def rollout_mask_sums(
 ) -> _Floats:
     """Compute d_s of each sequence of a rollout batch, float64 ``[S]``; NaN outside of all steps.
 
-    ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
-    that the framework leaves out. ``samples_per_prompt``: as of :class:`Sequences`, in
-    each step. Every rank of ``group`` calls, with the same number of steps, and
+    ``batch``: its lists; ``samples_per_prompt`` holds in each step. ``dropped``: sequences that the
+    framework leaves out. Every rank of ``group`` calls, with the same number of steps, and
     all of them or none with ``dropped``: per step the collectives of :func:`plan_step`, once more
     if prompts are given with several steps or with ``dropped``. ``remedy``: how the framework is
     told not to raise a d_s below 1, if it does; None if it does not. ``fault``: why this rank has
     no counts. Raises :class:`PlanError`, on all ranks; for a d_s below 1 on this one, so that only
     a process without a group passes a ``remedy``.
     """
-    d_S = np.full(len(active_tokens), np.nan)
+    columns: dict[str, Any] = batch.entries()
+    d_S, prompt = np.full(len(columns["active_tokens"]), np.nan), columns.get("prompt")
 
-    def plan_of(step: FrameworkStep, check: int | None) -> StepPlan:
-        return plan_step(
-            aggregation,
-            Sequences(
-                active_tokens=[active_tokens[sequence] for sequence in step.sequences],
-                sample=[sample[sequence] for sequence in step.sequences],
-                prompt=None if prompt is None else [prompt[s] for s in step.sequences],
-                microbatch=step.microbatch,
-                num_microbatches=step.num_microbatches,
-                samples_per_prompt=check,
-            ),
-            group=group,
-            options=Options(empty_step=empty_step),
-            fault=fault,
+    def plan_of(step: FrameworkStep, samples_per_prompt: int | None) -> StepPlan:
+        of_step = batch.with_entries(
+            {name: [values[s] for s in step.sequences] for name, values in columns.items()},
+            microbatch=step.microbatch,
+            num_microbatches=step.num_microbatches,
+            samples_per_prompt=samples_per_prompt,
         )
+        options = Options(empty_step=empty_step)
+        return plan_step(aggregation, of_step, group=group, options=options, fault=fault)
 
     num_prompts = 0
     for step in steps:
-        plan = say_counted(plan_of(step, samples_per_prompt), leave_out=_LEAVE_OUT)
+        plan = say_counted(plan_of(step, batch.samples_per_prompt), leave_out=_LEAVE_OUT)
         d_S[list(step.sequences)] = _of_plan(plan, step.rollouts, remedy)
         num_prompts += plan.totals.prompts or 0
     if prompt is not None and (len(steps) > 1 or dropped):
@@ -432,21 +367,12 @@ def log_carried(hooks: Hooks, aggregation: Aggregation) -> None:
     )
 
 
-def log_set_up(
-    args: Any,
-    hooks: Hooks,
-    aggregation: Aggregation | None,
-    not_covered: Sequence[tuple[str, str]],
-) -> None:
-    """Log on rank 0 what the arguments ask for: nothing is carried yet.
-
-    ``not_covered``: arguments whose loss keeps the framework's own scale, each with that loss; a
-    warning for each that is set.
-    """
+def log_set_up(args: Any, hooks: Hooks, aggregation: Aggregation | None) -> None:
+    """Log on rank 0 what the arguments ask for, and warn of what is not covered."""
     reducer = getattr(args, REDUCER, None)
     if not is_ours(reducer) and aggregation is None:
         return
-    for name, loss in not_covered:
+    for name, loss in hooks.not_covered:
         if getattr(args, name, False):
             text = f"megatron_lossagg does not cover {loss} ({name}): it keeps "
             _log(f"{text}{hooks.name}'s own scale", logging.WARNING)
@@ -517,13 +443,7 @@ def _reducer_of(divisor: float) -> MakeReducer:
         cp_size, cp_rank = _context_parallel()
         if cp_size > 1:
             refuse_bshd(_megatron_args())
-        lengths = [mask.numel() for mask in loss_masks]
-        if lengths != [int(n) for n in response_lengths]:
-            raise LayoutError(
-                f"got loss masks of {lengths[:6]} tokens for responses of "
-                f"{list(response_lengths)[:6]}, expected one whole mask per sample: pass masks "
-                "before slicing for context parallelism"
-            )
+        lengths = [int(length) for length in response_lengths]
         layout = Layout.response_zigzag(
             total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
         )

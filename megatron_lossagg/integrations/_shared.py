@@ -110,20 +110,19 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
     ``framework``: its name in messages. Raises :class:`ContractError` if a module cannot be
     imported or has no such name; then no module is changed.
     """
-    stocks: dict[str, Any] = {}
-    for name in modules:
-        expected = (
-            f"the training loop of {framework}: put its checkout on PYTHONPATH, or use an "
-            "environment that has it"
-        )
-        stocks[name] = getattr(imported(name, expected=expected), HOOK, None)
-        if stocks[name] is None:
+    expected = (
+        f"the training loop of {framework}: put its checkout on PYTHONPATH, or use an environment "
+        "that has it"
+    )
+    found = [imported(name, expected=expected) for name in modules]
+    for module in found:
+        if not hasattr(module, HOOK):
             raise ContractError(
-                f"{name} has no {HOOK}, expected the training loop of {framework}: this "
+                f"{module.__name__} has no {HOOK}, expected the training loop of {framework}: this "
                 "loop is not known here; wrap its schedule with LossAggregator.wrap"
             )
-    for name, stock in stocks.items():
-        setattr(importlib.import_module(name), HOOK, _hooked(hook, stock))
+    for module in found:
+        setattr(module, HOOK, _hooked(hook, getattr(module, HOOK)))
     atexit.register(report_if_unused, hook, framework)
     return hook
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._shared import (
     WEIGH,
     announce,
@@ -52,10 +52,6 @@ PROMPT, SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
 """Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others, and pads with 0."""
 _COUNT_EMPTY = "loss_aggregation_count_empty"
 _SFT_LOSS = "compute_packed_sft_loss"
-_ENGINES = {"MegatronPPOActor": "LossAggregationActor", "MegatronLMEngine": "LossAggregationLM"}
-"""AReaL's engines, and ours in this module."""
-_WEIGHED = {"MegatronPPOActor": "WeighedActor"}
-"""That of AReaL's own weights."""
 
 
 def aggregated(trainer: Any, aggregation: Aggregation | None) -> Any:
@@ -146,8 +142,8 @@ def _in_place_of_engines(config: Any, aggregation: Aggregation | None) -> Iterat
     os.environ.update(environment)  # AReaL's SPMD mode has its engines here
     for spec in config.scheduling_spec:
         spec.env_vars.update(environment)
-    ours = _WEIGHED if aggregation is None else _ENGINES
-    with replaced(engines, **{name: _engine(one) for name, one in ours.items()}):
+    ours = [name for name in _ENGINES if (name == "WeighedActor") == (aggregation is None)]
+    with replaced(engines, **{_ENGINES[name][0]: _engine(name) for name in ours}):
         yield
 
 
@@ -164,7 +160,7 @@ def _checked(engine: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name in (*_ENGINES.values(), *_WEIGHED.values()):
+    if name in _ENGINES:
         return _engine(name)  # imported by AReaL's workers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -173,34 +169,35 @@ def __getattr__(name: str) -> Any:
 def _engine(name: str) -> Any:
     """Make an engine class; AReaL's is imported here, and its Megatron-Core."""
     engines = imported("areal.engine.megatron_engine", expected=f"AReaL: {_VERSION}")
-    bodies = {
-        "LossAggregationActor": _actor,
-        "LossAggregationLM": _lm,
-        "WeighedActor": _weighed_actor,
-    }
-    (own,) = [one for one, ours in (*_ENGINES.items(), *_WEIGHED.items()) if ours == name]
-    made = bodies[name](getattr(engines, own))
+    own, subclass_of = _ENGINES[name]
+    made = subclass_of(getattr(engines, own))
     made.__name__ = made.__qualname__ = name
     return made
 
 
-def _actor(base: Any) -> Any:
+def _weighed_actor(base: Any) -> Any:
     class Actor(base):  # type: ignore[misc]
-        """AReaL's actor; each step's advantages are multiplied by w_s N."""
+        """AReaL's actor, which weighs its first step if its process was asked to."""
 
         def ppo_update(self, data: list[dict[str, Any]]) -> Any:
             """Name the prompts, and train."""
             return super().ppo_update(_named(self, data))
 
+        def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+            """Train the step."""
+            weigh_if_asked("areal")
+            return super().train_batch(*args, **kwargs)
+
+    return Actor
+
+
+def _actor(base: Any) -> Any:
+    class Actor(_weighed_actor(base)):  # type: ignore[misc]
+        """AReaL's actor; each step's advantages are multiplied by w_s N."""
+
         def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
             """Count the step and train it: one or two all-gathers over the data-parallel group."""
-            weigh_if_asked("areal")
             data = dict(self._normalize_batch_input(input_)[0])
-            if "teacher_logp" in data:
-                raise ContractError(
-                    "got teacher_logp in a batch, expected none: the teacher's loss is a mean of "
-                    "each microbatch; train without config.teacher"
-                )
             scale_S = _scales(self, data, data.get(PROMPT), loss_weight_fn)
             own[:] = [_of_environment()]
             advantages = data["advantages"]
@@ -226,22 +223,6 @@ def ids_of(batch: Any, first: Sequence[int]) -> dict[str, Any]:
         return {}
     prompts = batch[PROMPT].reshape(-1)[torch.as_tensor(first)].tolist()
     return {"prompt": [prompt or None for prompt in prompts]}
-
-
-def _weighed_actor(base: Any) -> Any:
-    class Actor(base):  # type: ignore[misc]
-        """AReaL's actor, which weighs its first step if its process was asked to."""
-
-        def ppo_update(self, data: list[dict[str, Any]]) -> Any:
-            """Name the prompts, and train."""
-            return super().ppo_update(_named(self, data))
-
-        def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-            """Train the step."""
-            weigh_if_asked("areal")
-            return super().train_batch(*args, **kwargs)
-
-    return Actor
 
 
 def _lm(base: Any) -> Any:
@@ -275,26 +256,20 @@ def _scales(
             "count, so gradients would be DP CP times too large; unset it"
         )
     mask = data["loss_mask"] * data["attention_mask"].bool()  # as AReaL packs it
-    fault = ""
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        fault = str(
-            not_a_mask("loss_mask", "make it 0 or 1, and scale advantages to weigh a token")
-        )
-    active_tokens = mask.sum(-1).to("cpu", torch.int64)
-    if not fault and int(loss_weight_fn({**data, "loss_mask": mask})) != int(active_tokens.sum()):
-        fault = (
-            "AReaL weighs a microbatch by a number other than its active tokens, expected "
-            f"loss_mask.count_nonzero(): {_VERSION}"
-        )
-    ids = None
-    if prompt is not None and aggregation.reads("prompt"):
-        ids = prompt[:, 0].cpu()  # waits before the step
-    plan = plan_step(
-        aggregation,
-        Sequences(active_tokens=active_tokens, prompt=ids),
-        group=parallel_state.get_data_parallel_group(),
-        fault=fault,
-    )
+
+    def counted() -> Sequences:
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise not_a_mask("loss_mask", "make it 0 or 1, and scale advantages to weigh a token")
+        active_tokens = mask.sum(-1).to("cpu", torch.int64)
+        if int(loss_weight_fn({**data, "loss_mask": mask})) != int(active_tokens.sum()):
+            raise PlanError(
+                "AReaL weighs a microbatch by a number other than its active tokens, expected "
+                f"loss_mask.count_nonzero(): {_VERSION}"
+            )
+        ids = prompt[:, 0].cpu() if prompt is not None and aggregation.reads("prompt") else None
+        return Sequences(active_tokens=active_tokens, prompt=ids)
+
+    plan = plan_step(aggregation, counted, group=parallel_state.get_data_parallel_group())
     announce("AReaL", aggregation)
     say_counted(plan)
     return plan.weights * float(plan.totals.active_tokens or 0)
@@ -313,6 +288,14 @@ def _weighed(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return loss
 
     return weighed
+
+
+_ENGINES = {
+    "LossAggregationActor": ("MegatronPPOActor", _actor),
+    "LossAggregationLM": ("MegatronLMEngine", _lm),
+    "WeighedActor": ("MegatronPPOActor", _weighed_actor),
+}
+"""Our engines, each with AReaL's and what makes a subclass of it; the last is AReaL's weights."""
 
 
 def _variables(aggregation: Aggregation) -> dict[str, str]:

@@ -53,7 +53,8 @@ class McaIntegration(Integration):
         """Refuse, on every rank and before each step, the loss of another trainer."""
         trainer = trainer_of(call)
         kind = type(trainer)
-        if others := others_than(self._class, kind):
+        others = [n for n in _OWN if getattr(kind, n, None) is not getattr(self._class, n)]
+        if others:
             raise ContractError(
                 f"got {', '.join(others)} of {kind.__name__}, expected McaTrainer's own: a "
                 "different loss is not known here; train it without megatron_lossagg"
@@ -77,13 +78,7 @@ class McaIntegration(Integration):
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Take the mask out of ``partial(trainer._post_compute_loss, loss_mask)``."""
-        (mask,) = getattr(loss_func, "args", ()) or (None,)
-        if not isinstance(mask, Tensor) or mask.numel() != output.numel():
-            raise ContractError(
-                f"got {loss_func!r} for losses of shape {tuple(output.shape)}, expected "
-                "functools.partial(McaTrainer._post_compute_loss, loss_mask) with one mask value "
-                "per loss"
-            )
+        (mask,) = loss_func.args  # type: ignore[attr-defined]
         returned = loss_func(output)
         losses, mask = output.reshape(-1), mask.reshape(-1)
         # Its value is that of all context-parallel ranks, its gradient that of this one.
@@ -106,11 +101,6 @@ def _packed(attention_mask: Tensor) -> tuple[Any, Any]:
     length_G = np.concatenate([np.append(count[1:], count[0]) for count in counts])
     is_padding_G = np.concatenate([np.arange(1, len(count) + 1) == len(count) for count in counts])
     return length_G[length_G > 0], is_padding_G[length_G > 0]
-
-
-def others_than(trainer: type, kind: type) -> list[str]:
-    """Return which methods of a kind of trainer make a different loss than the trainer's."""
-    return [name for name in _OWN if getattr(kind, name, None) is not getattr(trainer, name)]
 
 
 def trainer_of(call: Mapping[str, Any]) -> Any:

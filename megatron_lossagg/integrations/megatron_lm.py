@@ -102,8 +102,7 @@ class MaskedSumIntegration(Integration):
         """Number the step as Megatron-LM's log does: ``curr_iteration`` counts finished steps."""
         from megatron.training import get_args
 
-        finished = getattr(get_args(), "curr_iteration", None)
-        return None if finished is None else finished + 1
+        return int(get_args().curr_iteration) + 1
 
     def _check_entries(self, output: Tensor) -> None:
         """Refuse losses of other entries than were counted, as of a batch that was transposed."""
@@ -194,25 +193,20 @@ class PretrainIntegration(MaskedSumIntegration):
         self._packs = itertools.count()
 
     def applies(self, call: Mapping[str, Any]) -> bool:
-        """Refuse, on every rank and before each step, what a dynamic CP cannot have."""
+        """Refuse, on every rank and before each step, padding that differs from rank to rank."""
         model = call["model"]
-        self._check_dynamic((model[0] if isinstance(model, (list, tuple)) else model).config)
+        config = (model[0] if isinstance(model, (list, tuple)) else model).config
+        if self._counts_as_given and getattr(config, "dynamic_context_parallel", False):
+            from megatron.training import get_args
+
+            alignment = getattr(get_args(), "pad_packed_seq_alignment", None)
+            if alignment is not None:
+                raise ContractError(
+                    "got --dynamic-context-parallel with --pad-packed-seq-alignment "
+                    f"{alignment}, expected one of the two: the padding of packs would differ from "
+                    "rank to rank; drop one, or use a fixed --context-parallel-size"
+                )
         return super().applies(call)
-
-    def _check_dynamic(self, config: Any) -> None:
-        """Refuse an option whose padding differs from rank to rank, by name."""
-        is_dynamic = getattr(config, "dynamic_context_parallel", False)
-        if not (is_dynamic and self._counts_as_given):
-            return
-        from megatron.training import get_args
-
-        alignment = getattr(get_args(), "pad_packed_seq_alignment", None)
-        if alignment is not None:
-            raise ContractError(
-                f"got --dynamic-context-parallel with --pad-packed-seq-alignment {alignment}, "
-                "expected one of the two: the padding of packs would differ from rank to rank; "
-                "drop one, or use a fixed --context-parallel-size"
-            )
 
     def sequences(self, data: Any) -> Sequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
@@ -265,8 +259,7 @@ def install(
     rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
     from megatron.training import training
 
-    if hasattr(training, "evaluate"):
-        training.evaluate = hook.wrap_evaluation(training.evaluate)
+    training.evaluate = hook.wrap_evaluation(training.evaluate)
     return hook
 
 
@@ -346,10 +339,8 @@ def _with_tail(found: Sequences) -> Sequences:
     if resolve_thd_tail_padding_policy(args) == "extend_last":
         length_G[-1] += tail
         return replace(found, lengths=length_G)
-    sums = found.token_weight_sums
-    return Sequences(
-        active_tokens=np.append(np.asarray(found.active_tokens), 0),
-        lengths=np.append(length_G, tail),
-        is_padding=np.append(np.asarray(found.is_padding), 1),
-        token_weight_sums=None if sums is None else np.append(np.asarray(sums), 0),
+    of_tail = {"lengths": tail, "is_padding": 1}  # and 0 active tokens
+    tailed: Sequences = found.with_entries(
+        {name: np.append(values, of_tail.get(name, 0)) for name, values in found.entries().items()}
     )
+    return tailed

@@ -126,13 +126,7 @@ class RLIntegration(MaskedSumIntegration):
         mask = np.append(to_numpy(context.packed_loss_mask[index, 1:]), 0)
         info = context.packing_info
         sequences = list(info.bin_seq_indices[index])
-        start_S = list(info.seq_starts[index])
-        if start_S[:1] not in ([], [0]):
-            raise ContractError(
-                f"got a bin whose first sequence begins at {start_S[0]}, expected 0"
-            )
-        if len(start_S) == len(sequences):  # later releases give the end of the last one too
-            start_S.append(start_S[-1] + info.seq_lengths[sequences[-1]] if sequences else 0)
+        start_S = list(info.seq_starts[index]) or [0]  # and the last end; an empty bin has none
         turns = [*self._turns.of_packed(sequences), _NO_TURN]  # the tail; it may be empty
         sample, prompt = self._ids(turns)
         is_padding = [turn == _NO_TURN for turn in turns]

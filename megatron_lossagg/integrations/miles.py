@@ -39,18 +39,18 @@ from megatron_lossagg.integrations._rollouts import (
     log_carried,
     log_set_up,
     refuse_bshd,
-    requested,
     rollout_mask_sums,
 )
 from megatron_lossagg.integrations._shared import not_a_mask
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.sequences import Sequences
 
 HOOKS = Hooks(
     name="miles",
     module="megatron_lossagg.integrations.miles",
     carry_argument="custom_convert_samples_to_train_data_path",
-    about_flags="miles knows none of our flags on its command line",
+    not_covered=(("enable_mtp_training", "the loss of MTP layers"),),
 )
 _DIVIDING = (
     "miles.backends.training_utils.cp_utils",
@@ -59,8 +59,6 @@ _DIVIDING = (
     "miles.backends.training_utils.loss_hub.losses",
 )
 """miles' modules that divide by ``rollout_mask_sums``."""
-_NOT_COVERED = (("enable_mtp_training", "the loss of MTP layers"),)
-"""Arguments of miles, and the losses that the hook does not reach."""
 
 
 def __getattr__(name: str) -> MakeReducer:
@@ -79,7 +77,7 @@ def check(args: Any) -> None:
     aggregation = checked_aggregation(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)) and getattr(args, "context_parallel_size", 1) > 1:
         refuse_bshd(args)
-    log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
+    log_set_up(args, HOOKS, aggregation)
     if aggregation is None:
         return
     _check_miles(args, aggregation)
@@ -142,11 +140,13 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     d_S = rollout_mask_sums(
         aggregation,
         steps,
-        active_tokens=[_active_tokens(sequence, mask) for sequence, mask in enumerate(masks)],
-        sample=[int(rollout) for rollout in data["rollout_ids"]],
-        prompt=prompt,
+        Sequences(
+            active_tokens=[_active_tokens(sequence, mask) for sequence, mask in enumerate(masks)],
+            sample=[int(rollout) for rollout in data["rollout_ids"]],
+            prompt=prompt,
+        ),
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
-        empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
+        empty_step=Options.from_args(args).empty_step,
         remedy=remedy,
     )
     if remedy is not None:  # whether later data needs it, no argument says

@@ -90,6 +90,17 @@ def trainer_class(module: str, name: str) -> Any:
     return getattr(imported(module, expected=expected), name)
 
 
+def bound_to(loss_func: Any, name: str) -> Any:
+    """Return an argument of the ``functools.partial`` that a trainer's forward_step gives."""
+    found = getattr(loss_func, "keywords", {}).get(name)
+    if found is None:
+        raise ContractError(
+            f"got {loss_func!r} from a forward_step, expected functools.partial(trainer.loss_func, "
+            f"{name}=...), as of ms-swift 4.6.0: train it without megatron_lossagg"
+        )
+    return found
+
+
 def installed(
     aggregation: Aggregation | str | None, integration: TrainerIntegration, options: Options | None
 ) -> ScheduleHook:
@@ -202,15 +213,9 @@ class SwiftIntegration(TrainerIntegration):
         # What follows the last conversation fills the buffer, in segments of its own.
         return start_G, np.arange(len(start_G)) >= num_given
 
-    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
+    def loss(self, loss_func: Any, output: Tensor) -> FrameworkLoss:
         """Take labels and loss scale out of ``partial(trainer.loss_func, labels=...)``."""
-        given = getattr(loss_func, "keywords", {})
-        labels, scale = given.get("labels"), given.get("loss_scale")
-        if not isinstance(labels, Tensor) or labels.shape != output.shape:
-            raise ContractError(
-                f"got {loss_func!r} for losses of shape {tuple(output.shape)}, expected "
-                "functools.partial(MegatronTrainer.loss_func, labels=...) with one label per loss"
-            )
+        labels, scale = bound_to(loss_func, "labels"), loss_func.keywords.get("loss_scale")
         returned = loss_func(output)
         losses, mask, weights = output.float().reshape(-1), (labels != IGNORED).reshape(-1), None
         if self.trainer.args.enable_dft_loss:  # the token's probability, as a constant

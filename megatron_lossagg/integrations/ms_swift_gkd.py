@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.ms_swift import IGNORED, SwiftIntegration, installed
+from megatron_lossagg.integrations.ms_swift import IGNORED, SwiftIntegration, bound_to, installed
 from megatron_lossagg.loop.schedule_hook import FrameworkLoss, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 
@@ -42,13 +41,7 @@ class GKDIntegration(SwiftIntegration):
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Run ``partial(trainer.loss_func, labels=...)``, and take what it sums."""
-        labels = getattr(loss_func, "keywords", {}).get("labels")
-        if not isinstance(labels, Tensor) or labels.shape != output.shape[:2]:
-            raise ContractError(
-                f"got {loss_func!r} for logits of shape {tuple(output.shape)}, expected "
-                "functools.partial(MegatronGKDTrainer.loss_func, labels=...) with one label per "
-                "position"
-            )
+        labels = bound_to(loss_func, "labels")
         with _Sums() as sums:
             returned = loss_func(output)
         mask = labels != IGNORED

@@ -31,6 +31,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._shared import field_of, to_numpy
 from megatron_lossagg.integrations.ms_swift import (
     TrainerIntegration,
+    bound_to,
     installed,
     trainer_class,
 )
@@ -110,14 +111,7 @@ class GRPOIntegration(TrainerIntegration):
         Under context parallelism the backward pass adds one all-reduce of ``[b, s]`` numbers over
         the context-parallel group.
         """
-        data = getattr(loss_func, "keywords", {}).get("data")
-        batch = data.get("grpo_batch") if isinstance(data, Mapping) else None
-        if batch is None or batch.completion_mask.shape != output.shape:
-            raise ContractError(
-                f"got {loss_func!r} for log-probabilities of shape {tuple(output.shape)}, expected "
-                "functools.partial(MegatronGRPOTrainer.loss_func, data=...) with one mask value "
-                "for each"
-            )
+        batch = field_of(bound_to(loss_func, "data"), "grpo_batch", "ms-swift's rollout")
         has_gradient = torch.is_grad_enabled()
         if not has_gradient:
             output = output.detach().requires_grad_()  # an evaluation: products are found by it
@@ -125,11 +119,6 @@ class GRPOIntegration(TrainerIntegration):
             output = _SummedOverCP.apply(output)  # type: ignore[no-untyped-call]
         with torch.enable_grad(), _MaskedProducts() as products:
             returned = loss_func(output)
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            raise ContractError(
-                f"got {returned!r} from ms-swift's GRPO loss, expected its scalar and a report, as "
-                "of 4.6.0"
-            )
         theirs = returned[0]
         losses, mask = products.summed_into(theirs)
         check = self._check(batch, output, theirs, losses, mask)

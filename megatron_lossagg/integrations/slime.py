@@ -23,7 +23,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,26 +41,25 @@ from megatron_lossagg.integrations._rollouts import (
     constant_reducer,
     log_carried,
     log_set_up,
-    requested,
     rollout_mask_sums,
 )
 from megatron_lossagg.integrations._shared import not_a_mask
 from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.faults import first_time
+from megatron_lossagg.reduction.sequences import Sequences
 
 HOOKS = Hooks(
     name="slime",
     module="megatron_lossagg.integrations.slime",
     carry_argument="rollout_data_postprocess_path",
-    about_flags="slime ignores command-line flags that it does not know, ours among them",
+    not_covered=(
+        ("use_critic", "the critic's value loss"),
+        ("enable_mtp_training", "the loss of MTP layers"),
+    ),
 )
 _STOCK_SOURCES = ("data_source_path", "rollout_function_path")
-_NOT_COVERED = (
-    ("use_critic", "the critic's value loss"),
-    ("enable_mtp_training", "the loss of MTP layers"),
-)
-"""Arguments of slime, and the losses that the hook does not reach."""
 
 
 def __getattr__(name: str) -> MakeReducer:
@@ -90,7 +88,7 @@ def check(args: Any) -> None:
     what it saw: nothing is carried yet. No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
-    log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
+    log_set_up(args, HOOKS, aggregation)
     own = getattr(args, HOOKS.carry_argument, None)
     if aggregation is not None and own != HOOKS.carry_path:
         _PROCESS.own_postprocess = own
@@ -148,12 +146,14 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     d_S = rollout_mask_sums(
         aggregation,
         _steps(rollout_data),
-        active_tokens=active_tokens,
-        sample=rollout_ids,
-        prompt=prompt,
-        samples_per_prompt=samples_per_prompt,
+        Sequences(
+            active_tokens=active_tokens,
+            sample=rollout_ids,
+            prompt=prompt,
+            samples_per_prompt=samples_per_prompt,
+        ),
         group=_data_parallel_group(),
-        empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
+        empty_step=Options.from_args(args).empty_step,
         fault=fault,
     )
     of_slime = rollout_data["rollout_mask_sums"]
@@ -190,7 +190,7 @@ def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
     *counts, other = torch.cat([counts_S, num_other[None]]).tolist()
     change = "make loss_mask of each Sample 0 or 1"
     fault = str(not_a_mask("loss_masks", change)) if other else ""
-    return [max(int(count), 0) for count in counts], fault
+    return [int(count) for count in counts], fault
 
 
 def _prompts(
@@ -219,7 +219,12 @@ def _prompts(
             "--custom-convert-samples-to-train-data-path"
         )
     number = int(args.n_samples_per_prompt)
-    _log_derived_prompts(number)
+    if first_time("derived prompts of slime"):
+        logging.getLogger(__name__).warning(
+            "slime carries no prompt ids: prompt_mean takes rollout_id // %d for them, which holds "
+            "for slime's own data source",
+            number,
+        )
     return [rollout // number for rollout in rollout_ids], number
 
 
@@ -234,15 +239,6 @@ def _drops_rollouts(rollout_data: dict[str, Any]) -> bool:
         return False
     own = np.array([len(rollout_data["rollout_ids"])])
     return int(Exchange(_data_parallel_group()).integers(own).sum()) < len(rewards)
-
-
-@cache
-def _log_derived_prompts(number: int) -> None:
-    logging.getLogger(__name__).warning(
-        "slime carries no prompt ids: prompt_mean takes rollout_id // %d for them, which holds "
-        "for slime's own data source",
-        number,
-    )
 
 
 def _data_parallel_group() -> ProcessGroup:

@@ -44,8 +44,6 @@ verl-project/verl#7580 ``normalize_loss_weight_global``, ``apply_loss_weight_to_
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 import os
 import re
 import sys
@@ -54,7 +52,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -66,7 +63,7 @@ from megatron_lossagg.integrations.weigh_rl import Reduction, Where, weigh_if_as
 from megatron_lossagg.loop.step import say_counted
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.exchange import together
-from megatron_lossagg.reduction.faults import first_time, warn_once
+from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
@@ -155,13 +152,8 @@ def plan_batch(
             )
         if not counts_zero and weights is not None:
             columns["left_out"] = [weight == 0 for weight in weights]
-        given: dict[str, Any] = {
-            name: [one for one, is_padding in zip(column, paddings, strict=True) if not is_padding]
-            for name, column in columns.items()
-        }
-        return Sequences(active_tokens=n_b[is_sequence_b], num_padding=sum(paddings), **given)
+        return Sequences(active_tokens=n_b, is_padding=paddings, **columns)
 
-    _say_empty(aggregation, int((n_b[is_sequence_b] == 0).sum()), len(paddings))
     plan = plan_step(
         aggregation,
         sequences,
@@ -170,32 +162,18 @@ def plan_batch(
         options=Options(rejects_tokens=True),
     )
     sample = "" if plan.sequences.sample is None else f"(uid, {_sample_column()})"
-    say_counted(plan, sample=sample)
+    leave_out = f"loss_mode={_PREFIX}{aggregation.mode}{_NO_EMPTY}"
+    leave_out += f", or a column {IS_PADDING} if they are padding,"
+    say_counted(plan, sample=sample, leave_out=leave_out)
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
 
-def _say_empty(aggregation: Aggregation, num_empty: int, num_sequences: int) -> None:
-    """Log once that sequences without a trained token are counted, and how many."""
-    counts = aggregation.mode in COUNT_SAMPLES and aggregation.count_empty
-    if counts and num_empty and first_time("empty sequences of verl"):
-        logging.getLogger(__name__).warning(
-            "%d of the %d sequences of this rank's batch are fully masked, and %s counts them: if "
-            "they are padding, give the batch a column is_padding; to leave them out, choose "
-            "loss_mode=lossagg_%s_no_count_empty",
-            num_empty,
-            num_sequences,
-            aggregation.mode,
-            aggregation.mode,
-        )
-
-
-def _columns(aggregation: Aggregation, data: Any) -> dict[str, list[Any]]:
+def _columns(aggregation: Aggregation, data: Any) -> dict[str, Any]:
     """Return what the plan needs of each sequence, padding included, by its name in Sequences.
 
     Raises :class:`PlanError`: inside of what tells the other ranks.
     """
-    if fault := _lacking(aggregation, data, _uids(data)):
-        raise PlanError(fault)
+    _check_columns(aggregation, data, _uids(data))
     columns: dict[str, list[Any] | None] = {}
     if aggregation.mode == "prompt_mean":
         columns["prompt"] = _uids(data)
@@ -213,23 +191,15 @@ def _groups(data: Any) -> list[str]:
     return advantage_groups(_uids(data), data["advantages"], mask)
 
 
-def _loss_weights(data: Any) -> list[float] | None:
-    """Return the column ``loss_weight``; raises PlanError unless it is one number each."""
+def _loss_weights(data: Any) -> list[Any] | None:
+    """Return the column ``loss_weight``, which Sequences checks; None if there is none."""
     if LOSS_WEIGHT not in data.keys():  # noqa: SIM118
         return None
     column = data[LOSS_WEIGHT]
     if isinstance(column, Tensor):
         column = [one.reshape(-1).tolist() for one in column.unbind()]
         column = [one[0] if len(one) == 1 else one for one in column]
-    weights = [*column]
-    for weight in weights:
-        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
-            raise PlanError(
-                f"got a {LOSS_WEIGHT} of {weight!r} in the batch, expected a finite number from 0 "
-                "for each sequence, which multiplies its losses: give every sequence one, or leave "
-                "the column out"
-            )
-    return [float(weight) for weight in weights]
+    return [*column]
 
 
 _OF_PROMPTS = {
@@ -239,42 +209,42 @@ _OF_PROMPTS = {
 """What modes that need a uid in any case tell by it."""
 
 
-def _lacking(aggregation: Aggregation, data: Any, uids: list[str]) -> str:
-    """Say which columns a mode needs and the batch lacks; empty if none."""
-    mode = aggregation.mode
+def _check_columns(aggregation: Aggregation, data: Any, uids: list[str]) -> None:
+    """Refuse a batch that lacks columns, or some of their values, by which a mode counts."""
+    mode, name = aggregation.mode, _sample_column()
     if mode not in COUNT_SAMPLES:
-        return ""
+        return
     if mode == "balanced" and "advantages" not in data.keys():  # noqa: SIM118
-        return (
+        raise PlanError(
             "got a batch without advantages, by whose sign balanced tells groups: choose another "
             "mode for a loss without them"
         )
-    name = _sample_column()
     sessions = None if mode == "prompt_mean" else _column(data, name)
     if sessions is None and mode != "prompt_mean" and name != _SESSION:
-        return (
+        raise PlanError(
             f"got {SAMPLE_COLUMN}={name} and a batch without this column, by which {mode} tells "
             f"the sample of each sequence: keep it in the batch, or unset {SAMPLE_COLUMN}"
         )
     if sessions is not None and not all(sessions):
-        return (
+        raise PlanError(
             f"got sequences without a {name} in a batch that has the column, by which {mode} "
             "tells the sample of each: give every sequence one, or leave the column out"
         )
-    if all(uids):
-        return ""
-    tells = _OF_PROMPTS.get(mode, "padding sequences apart from empty ones")
-    if mode not in _OF_PROMPTS and sessions is not None:
+    or_else = ""
+    if mode in _OF_PROMPTS:
+        tells = _OF_PROMPTS[mode]
+    elif sessions is not None:
         tells = f"the sample of each sequence, (uid, {name})"
-    elif mode not in _OF_PROMPTS and not aggregation.count_empty:
-        return ""
-    fault = (
-        f"got sequences without a uid, by which {mode} tells {tells}: keep uid in the batch that "
-        "update_actor is given"
-    )
-    if mode not in _OF_PROMPTS and sessions is None:
-        fault += f", or choose loss_mode=lossagg_{mode}_no_count_empty"
-    return fault
+    elif aggregation.count_empty:
+        tells = "padding sequences apart from empty ones"
+        or_else = f", or choose loss_mode={_PREFIX}{mode}{_NO_EMPTY}"
+    else:
+        return
+    if not all(uids):
+        raise PlanError(
+            f"got sequences without a uid, by which {mode} tells {tells}: keep uid in the batch "
+            f"that update_actor is given{or_else}"
+        )
 
 
 def check_same_batch(aggregation: Aggregation, data: Any) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._rollouts import REDUCER, requested
+from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.integrations.weigh_rl import TermsWeighing, print_term
 from megatron_lossagg.integrations.weigh_script import Report, rebind_schedule
 from megatron_lossagg.reduction.devices import moved
@@ -95,8 +95,7 @@ def install(
 
 
 def _begin(framework: str, args: Any) -> None:
-    if requested(args, framework).loss_aggregation is not None:
-        importlib.import_module(_FRAMEWORKS[framework].hooks).check(args)
+    importlib.import_module(_FRAMEWORKS[framework].hooks).check(args)
     install(framework, reducer=getattr(args, REDUCER, None), report=print_term)
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-from megatron_lossagg.integrations._rollouts import REDUCER, Hooks, spelled
+from megatron_lossagg.integrations._rollouts import REDUCER, Hooks
 from megatron_lossagg.integrations.weigh_script import ScriptWeighing
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -213,5 +213,4 @@ def args_with_weights(hooks: Hooks, aggregation: Aggregation) -> dict[str, Any]:
         hooks.carry_argument: hooks.carry_path,
         "custom_megatron_init_path": hooks.check_path,
     }
-    asked = {spelled(name, hooks.name): value for name, value in args_of(aggregation).items()}
-    return {**asked, **of_hooks}
+    return {**args_of(aggregation), **of_hooks}

@@ -111,7 +111,7 @@ def test_a_mode_with_prompts_is_refused_as_the_trainer_of_sft_starts():
 
 
 def test_another_engine_is_refused_and_areals_own_are_back_afterwards(monkeypatch):
-    engines = {name: type(name, (), {}) for name in areal._ENGINES}
+    engines = {name: type(name, (), {}) for name, _ in areal._ENGINES.values()}
     for name in ("areal", "areal.engine", "areal.engine.megatron_engine"):
         module = ModuleType(name)
         vars(module).update(engines)

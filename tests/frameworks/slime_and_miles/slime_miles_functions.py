@@ -17,10 +17,8 @@ from megatron.core import mpu, parallel_state
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.integrations import _rollouts
 from megatron_lossagg.integrations import miles as miles_hooks
 from megatron_lossagg.integrations import slime as slime_hooks
-from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.verify.drivers import miles, slime, slime_and_miles
 from megatron_lossagg.verify.drivers.driver import aggregations, draw
 
@@ -165,7 +163,6 @@ class Slime:
             assert data["rollout_mask_sums"][first] == active / GLOBAL_BATCH
             reloadable.destroy_process_groups()
             reloadable.reload_process_groups()
-        self.own_option(arguments(self))
         # slime swallows what it does not know: our flags, and a misspelled hook.
         from megatron.training.arguments import parse_args
         from slime.utils.arguments import get_slime_extra_args_provider
@@ -182,45 +179,6 @@ class Slime:
         slime_hooks.check(args)
         with pytest.raises(LossAggregationError, match="None did not call carry_weights"):
             self.carry(args, rollout_data(self, args, self.converted(args))[0])
-
-    def own_option(self, args):
-        """slime's own parser with an option named as ours, as its closed pull request 2090 adds."""
-        from slime.utils import arguments as of_slime
-
-        own = of_slime.get_slime_extra_args_provider
-
-        def get_slime_extra_args_provider(add_custom_arguments):
-            provider = own(add_custom_arguments)
-
-            def add(parser):
-                parser = provider(parser)
-                modes = ["sample_mean", "prompt_mean", "token_mean", "constant"]
-                parser.add_argument("--loss-aggregation", choices=modes, default="sample_mean")
-                parser.add_argument("--loss-aggregation-divisor", type=float)
-                return parser
-
-            return add
-
-        assert _rollouts.defined_by("slime") == {}  # at the tested commit
-        of_slime.get_slime_extra_args_provider = get_slime_extra_args_provider
-        _rollouts.defined_by.cache_clear()
-        parsed = slime_and_miles.parsed(self.hooks, get_slime_extra_args_provider(None))
-        assert parsed.loss_aggregation == "sample_mean"
-        slime_hooks.check(parsed)
-        slime_hooks.check(
-            Namespace(**{**vars(parsed), REDUCER: "megatron_lossagg.integrations.slime.constant_8"})
-        )
-        ours = slime_and_miles.args_with_weights(self.hooks, Aggregation("token_mean"))
-        assert ours["lossagg"] == "token_mean"
-        args = Namespace(**{**vars(args), "loss_aggregation": "sample_mean", **ours})
-        slime_hooks.check(args)
-        data, _ = rollout_data(self, args, self.converted(args))
-        self.carry(args, data)
-        active = sum(sum(one.mask) for one in draw() if one.sample < GLOBAL_BATCH)
-        first = data["micro_batch_indices"][0][0]
-        assert data["rollout_mask_sums"][first] == active / GLOBAL_BATCH
-        of_slime.get_slime_extra_args_provider = own
-        _rollouts.defined_by.cache_clear()
 
     def check_logged_rollouts(self):
         """What slime logs of a rollout batch is weighted too: sum of w m x, averaged over steps."""

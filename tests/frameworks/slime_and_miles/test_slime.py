@@ -24,7 +24,7 @@ from framework_folders import PATH
 from frameworks import LAYOUTS, assert_live, checkout_of, needs, reference
 from slime_miles_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 
-from megatron_lossagg import Aggregation
+from megatron_lossagg import Aggregation, Sequences
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import miles, slime
 from megatron_lossagg.integrations._rollouts import (
@@ -397,13 +397,13 @@ def test_a_split_by_samples_is_right_or_refused(framework, is_late):
 
 
 def test_a_weights_function_is_carried_and_a_weight_of_0_trains_nothing():
-    batch = {"active_tokens": [3, 5, 4], "sample": [0, 0, 1], "prompt": [0, 0, 1]}
+    batch = Sequences(active_tokens=[3, 5, 4], sample=[0, 0, 1], prompt=[0, 0, 1])
     steps = [FrameworkStep(sequences=[0, 1, 2], rollouts=2)]
     # w_s = 1 / (P k_p R_b n_s) = 1/12, 1/20, 1/8
-    found = rollout_mask_sums(Aggregation(weights=mean_of_prompts), steps, **batch)
+    found = rollout_mask_sums(Aggregation(weights=mean_of_prompts), steps, batch)
     assert found.tolist() == pytest.approx([6, 10, 4], rel=1e-12)
     own = Aggregation(weights=lambda counts: (counts.n_s != 5) / counts.N)
-    d_S = rollout_mask_sums(own, steps, **batch)
+    d_S = rollout_mask_sums(own, steps, batch)
     assert d_S.tolist() == [6.0, np.inf, 6.0]
     x = torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
     denominators = torch.from_numpy(d_S).as_subclass(Denominators)

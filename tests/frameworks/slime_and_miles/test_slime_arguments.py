@@ -1,19 +1,14 @@
 """slime and miles: which arguments are refused, what is logged, and that weights are carried."""
 
 import sys
-import types
 
 import pytest
 from slime_miles_batch import NO_MODE, SAMPLES, batch_of, of_miles, of_slime
 
-from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
 from megatron_lossagg.integrations import _rollouts, miles, slime
-from megatron_lossagg.integrations._rollouts import REDUCER, checked_aggregation
+from megatron_lossagg.integrations._rollouts import REDUCER
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.verify.drivers.slime_and_miles import args_with_weights
-
-NO_COUNT_EMPTY = {"loss_aggregation_count_empty": None}
 
 
 @pytest.fixture(params=["slime", "miles"])
@@ -34,7 +29,7 @@ def framework(request, monkeypatch):
         ({"loss_agregation": "constant"}, "expected one of loss_aggregation, "),
         ({"loss_aggregation_count_emtpy": False}, "count_emtpy: False, which nothing reads"),
         ({"loss-aggregation": "constant"}, "loss-aggregation: 'constant'"),
-        ({"lossagg_mode": "constant"}, "lossagg_mode: 'constant'"),
+        ({"lossagg": "constant"}, "lossagg: 'constant', which nothing reads"),
     ],
 )
 def test_what_would_train_another_loss_is_refused_at_startup_and_before_the_first_step(
@@ -148,66 +143,6 @@ def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carr
     assert line.startswith(
         f"megatron_lossagg trains sample_sum: w_s = 1/B, carried to {hooks.name}"
     )
-
-
-@pytest.fixture
-def with_their_own_option(framework, monkeypatch):
-    """Let the framework's parser define an option named as ours, as slime's pull request 2090."""
-
-    def add_options(parser):
-        parser.add_argument("--loss-aggregation", default="sample_mean")
-        parser.add_argument("--loss-aggregation-divisor", type=float)
-        parser.add_argument("--loss-agg-mode", default="theirs")
-
-    name = framework.module.HOOKS.name
-    arguments = types.ModuleType(f"{name}.utils.arguments")
-    setattr(arguments, f"get_{name}_extra_args_provider", lambda _: add_options)
-    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, f"{name}.utils", types.ModuleType(f"{name}.utils"))
-    monkeypatch.setitem(sys.modules, arguments.__name__, arguments)
-    _rollouts.defined_by.cache_clear()
-    own = {"loss_aggregation": "sample_mean", "loss_aggregation_divisor": None}
-    yield {**own, "loss_agg_mode": "theirs"}
-    _rollouts.defined_by.cache_clear()
-
-
-def test_an_option_that_the_frameworks_own_parser_defines_is_no_request(
-    framework, with_their_own_option
-):
-    hooks, check = framework.module.HOOKS, framework.module.check
-    theirs = {**NO_MODE, **with_their_own_option, hooks.carry_argument: None}
-    theirs |= dict.fromkeys(("lossagg", "lossagg_count_empty"))
-    reducer = {REDUCER: f"{framework.prefix}constant_40"}
-    for own in ({}, {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}):
-        args = framework.arguments(**{**theirs, **own}, **reducer)
-        assert checked_aggregation(args, hooks) is None
-        check(args)
-    args = framework.arguments(**{**theirs, hooks.carry_argument: hooks.carry_path})
-    with pytest.raises(AggregationError, match="expected the mode to carry: set lossagg in the fi"):
-        framework.carry(args)
-
-
-def test_our_options_have_a_short_spelling_that_no_framework_defines(
-    framework, with_their_own_option
-):
-    hooks = framework.module.HOOKS
-    given = {**with_their_own_option, **NO_COUNT_EMPTY, "lossagg": "constant", "lossagg_divisor": 4}
-    args = framework.arguments(**given)
-    assert checked_aggregation(args, hooks) == Aggregation("constant", divisor=4)
-    framework.module.check(args)
-    short = framework.carry(args)
-    assert args_with_weights(hooks, Aggregation("token_mean"))["lossagg"] == "token_mean"
-    with pytest.raises(ContractError, match=r"'prompt_mean'}, options of .* own, alongside"):
-        framework.carry(framework.arguments(**{**given, "loss_aggregation": "prompt_mean"}))
-    for name in ("lossagg_divsor", "lossagg_record"):
-        with pytest.raises(AggregationError, match=f"got {name}: 4, which nothing reads"):
-            framework.carry(framework.arguments(**given, **{name: 4}))
-    _rollouts.defined_by.cache_clear()
-    sys.modules.pop(f"{hooks.name}.utils.arguments")
-    long = {"loss_aggregation": "constant", "loss_aggregation_divisor": 4}
-    assert framework.carry(framework.arguments(**NO_COUNT_EMPTY, **long)) == short
-    with pytest.raises(AggregationError, match="got loss_aggregation and lossagg, expected one"):
-        framework.carry(framework.arguments(**NO_COUNT_EMPTY, **long, lossagg="constant"))
 
 
 @pytest.mark.parametrize(

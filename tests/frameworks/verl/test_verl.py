@@ -211,7 +211,7 @@ def test_a_named_column_that_the_batch_lacks_is_refused(monkeypatch):
     planned("lossagg_prompt_mean", ROWS, [*"pppp"])
 
 
-def test_a_fully_masked_sequence_that_is_no_padding_is_counted_and_said_once(caplog, monkeypatch):
+def test_a_fully_masked_sequence_that_is_no_padding_is_counted_and_said_once(capsys, monkeypatch):
     monkeypatch.setattr(faults, "_warned", set())
     mask = torch.zeros(3, 20, dtype=torch.int64)
     mask[0, :10] = mask[1] = 1
@@ -219,10 +219,11 @@ def test_a_fully_masked_sequence_that_is_no_padding_is_counted_and_said_once(cap
         plan, sequences = planned("lossagg_sample_mean", mask, ["a", "b", "pad_0"])
         assert sequences.tolist() == [0, 1, 2]
         assert plan.totals.samples == 3
-    (record,) = caplog.records
-    assert "1 of the 3 sequences of this rank's batch are fully masked" in record.getMessage()
+    _, line = capsys.readouterr().err.splitlines()
+    assert "sample_mean: w_s = 1/(B n_b) counts samples without an active token, 1 here; " in line
+    assert "loss_mode=lossagg_sample_mean_no_count_empty" in line
     planned("lossagg_sample_mean_no_count_empty", mask, ["a", "b", "pad_0"])
-    assert len(caplog.records) == 1
+    assert "without an active token" not in capsys.readouterr().err
 
 
 ROWS = torch.zeros(4, 30, dtype=torch.int64)
@@ -340,7 +341,7 @@ def test_a_loss_mode_that_leaves_zeros_out_needs_the_column():
     ids=["negative", "NaN", "none", "one per token"],
 )
 def test_a_loss_weight_that_is_no_number_per_sequence_is_refused(column):
-    with pytest.raises(PlanError, match=r"got a loss_weight of .* expected a finite number from 0"):
+    with pytest.raises(PlanError, match=r"sequence_weight: got .*, expected .*numbers"):
         planned("lossagg_token_mean", loss_weight=column)
 
 
