@@ -34,8 +34,10 @@ _LAST = 9
 """How many factors a number of the script's own counts as: it explains any."""
 OWN = "a number of the script's own"
 Array = np.ndarray[Any, Any]
-_ROUNDINGS, _LEAST = 4, 1e-5
-"""How many roundings of its dtype a gradient may be off, and the least that is told apart."""
+LEAST = 1e-5
+"""The least that a gradient may be off, relative, if its dtype has no larger rounding."""
+_ROUNDINGS = 4
+"""How many roundings of its dtype it may be off."""
 _ROUNDED = 0.02
 """The residual of a gradient that was rounded, at most; with more it is another gradient."""
 _NOT_ZERO = (
@@ -127,6 +129,11 @@ def equal_to(
     among = [one for one in quotients(sizes, counts) if one.is_product or not only_products]
     equal = near(factor, among, tolerance)
     return [one.name for one in equal if one.number == equal[0].number]
+
+
+def written(factor: float, equal: Sequence[str]) -> str:
+    """Write a factor, and what it equals: ``0.25 = 1/(M DP)``."""
+    return " = ".join([f"{factor:.6g}", *equal])
 
 
 def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:
@@ -414,14 +421,13 @@ def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
     if not first.name:
         return first.kind + first.note
     of = f"a constant factor on {first.kind}: " if first.is_mode else f"{first.kind}, times "
-    text = f"{of}{first.factor:.6g}"
     if first.name == OWN:
-        return text
+        return of + written(first.factor, ())
     is_own = any((one.kind, one.name) == (first.kind, OWN) for one in found)
     more = [f"{len(names) - _NAMES} more quotients"] if len(names) > _NAMES else []
     more += [OWN] if is_own and _may_be_chance(first) else []
     others = f", or {' or '.join(more)}: weigh a second step" if more else ""
-    return f"{text} = {' = '.join(names[:_NAMES])}{others}"
+    return of + written(first.factor, names[:_NAMES]) + others
 
 
 def _may_be_chance(one: Explanation) -> bool:
@@ -513,7 +519,7 @@ def _of_parameter(ranks: Sequence[Added]) -> Measured | None:
     norm, eps = float(np.linalg.norm(added)), max(one.eps for one in ranks)
     if not norm or not owned.any(0).all() or not np.isfinite(after[owned]).all():
         return None
-    noise = max(_LEAST, _ROUNDINGS * eps * float(np.linalg.norm(size)) / norm)
+    noise = max(LEAST, _ROUNDINGS * eps * float(np.linalg.norm(size)) / norm)
     if not noise < 0.1:  # the sum is what rounding has left of it
         return None
     if any(np.nan_to_num(one.before).any() for one in ranks):

@@ -30,6 +30,7 @@ from megatron_lossagg.weigh.causes import (
     likely,
     measure,
     spread,
+    written,
 )
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
@@ -405,10 +406,9 @@ class _F:
         if n and is_near(times, n, tolerance):
             return [f"finalize was called with num_tokens {n:g} and did not divide"]
         names = equal_to(times, {}, {"num_tokens": n}, tolerance=tolerance)
-        equal = f" = {names[0]}" if names else ""
         return [
             f"gradients were multiplied by {self.value:.6g} after the losses, as measured, "
-            f"{times:.6g}{equal} times what Megatron's or torch's own code does"
+            f"{written(times, names[:1])} times what Megatron's or torch's own code does"
         ]
 
 

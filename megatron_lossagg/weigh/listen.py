@@ -26,6 +26,13 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
+def are_losses(losses: Any) -> bool:
+    """Whether something can be the losses of tokens."""
+    return (
+        isinstance(losses, Tensor) and losses.dim() in (1, 2) and bool(losses.is_floating_point())
+    )
+
+
 class Keeps(Protocol):
     """A list of gradients, or what keeps them as one does."""
 

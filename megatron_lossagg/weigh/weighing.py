@@ -33,6 +33,7 @@ from megatron_lossagg.weigh.factors import Listening, run_of
 from megatron_lossagg.weigh.listen import (
     Arrived,
     Call,
+    are_losses,
     is_in_backward,
     listening,
     microbatches_of,
@@ -541,13 +542,6 @@ class _Sums:
             self._weight_T[here] != 0, np.where(self._in_mask_T[here], "#", "!"), signs
         )
         return "".join(signs)
-
-
-def are_losses(losses: Any) -> bool:
-    """Whether something can be the losses of tokens."""
-    return (
-        isinstance(losses, Tensor) and losses.dim() in (1, 2) and bool(losses.is_floating_point())
-    )
 
 
 def _checked(losses: Any, values: Tensor | None, what: str) -> Tensor | None:
