@@ -148,7 +148,7 @@ class _Listener:
         self.forget()
         if are_losses(output):
             heard = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
-            if listen(output, heard.arrived):
+            if listen(output, heard.arrived.append):
                 self.latest, self.node = heard, output.grad_fn
 
     def forget(self) -> None:

@@ -485,14 +485,13 @@ def _weights(
     if "sample" in known:
         others = empty[np.all([_has(empty, kind) for kind in known], axis=0)]
         known_empty = len({*others["sample"][others["n"] == 0]} - {*rows["sample"]})
-    own = {rank.given.get("mode") for rank in ranks}
     compared = [name for name in (*COMPARED, *NEEDS) if name not in lacks]
     if "sample" in known and len({*rows["sample"]}) == num:
         compared.remove("row_mean")  # it is sample_mean
     table = _table(np.concatenate([rows, others]), m_of_ranks, ranks[0].sizes["DP"])
     ones = np.ones(num + len(others))
     weights: _Weights = {}
-    for mode in sorted(compared, key=lambda name: name not in own):
+    for mode in sorted(compared, key=lambda name: name != given.get("mode")):
         denominator: Any = MODES[mode].denominator
         by_count = [
             1 / (ones * denominator(StepCounts(table, one)))[:num]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,15 +33,8 @@ def are_losses(losses: Any) -> bool:
     )
 
 
-class Keeps(Protocol):
-    """A list of gradients, or what keeps them as one does."""
-
-    def append(self, gradient: Tensor, /) -> None:
-        """Keep a gradient."""
-
-
-def listen(tensor: Tensor, arrived: Keeps) -> bool:
-    """Append to ``arrived`` a copy of each gradient that arrives at a tensor with a graph.
+def listen(tensor: Tensor, keep: Callable[[Tensor], None]) -> bool:
+    """Call ``keep`` with a copy of each gradient that arrives at a tensor with a graph.
 
     Whatever is done to the tensor in place afterwards, and not what ``torch.autograd.grad`` is
     asked for there, which trains nothing: the hook is the node's that made it. Returns whether it
@@ -49,14 +42,14 @@ def listen(tensor: Tensor, arrived: Keeps) -> bool:
     """
     node = tensor.grad_fn
     if node is not None:
-        node.register_prehook(partial(_keep, arrived, tensor.output_nr))
+        node.register_prehook(partial(_keep, keep, tensor.output_nr))
     return node is not None
 
 
-def _keep(arrived: Keeps, number: int, gradients: Sequence[Tensor | None]) -> None:
+def _keep(keep: Callable[[Tensor], None], number: int, gradients: Sequence[Tensor | None]) -> None:
     gradient = gradients[number]
     if gradient is not None:
-        arrived.append(gradient.detach().clone())
+        keep(gradient.detach().clone())
 
 
 def weights_of(gradients: Sequence[Tensor], scale: float | Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,9 +88,9 @@ class Arrived:
     def listen(self, losses: Tensor) -> None:
         """Listen at losses with a graph."""
         self._leaf = _leaf_below(losses.grad_fn)
-        listen(losses, self)
+        listen(losses, self._keep)
 
-    def append(self, gradient: Tensor) -> None:
+    def _keep(self, gradient: Tensor) -> None:
         """Keep a gradient of the backward pass that runs."""
         self.passes.append((number_of_pass(), gradient))
         if self._leaf is not None and not _is_executed(self._leaf):
@@ -183,14 +176,11 @@ class Call:
             number not in self.nothing for number, _ in self.trained.arrived.passes
         )
 
-    def is_like(self, other: Call) -> bool:
-        """Whether another has losses of the same shape, mask and lengths; waits for the device."""
-        if self.mask is None or other.mask is None:
-            is_mask = self.mask is other.mask
-        else:
-            is_mask = self.mask.reshape(-1).tolist() == other.mask.reshape(-1).tolist()
-        lengths = [None if one.lengths is None else [*one.lengths] for one in (self, other)]
-        return self.shape == other.shape and is_mask and lengths[0] == lengths[1]
+    @property
+    def passed(self) -> list[Any]:
+        """What a recomputation passes again; waits for the device."""
+        values = (self.shape, self.mask, self.lengths, self.cu_seqlens)
+        return [None if one is None else torch.as_tensor(one).tolist() for one in values]
 
 
 def microbatches_of(
@@ -219,11 +209,10 @@ def microbatches_of(
             "expected as many: call it for each, with tokens or without"
         )
     passes = [{number for number, _ in call.gradients} for call in chosen]
-    is_one_pass = len(chosen) > 1 and any(
-        one & other for place, one in enumerate(passes) for other in passes[:place]
-    )
-    if (m is not None and len(chosen) > m) or (m is None and is_one_pass):
-        of = f"in a step of {m} microbatches" if m is not None else "in one backward pass"
+    is_one_pass = any(one & other for at, one in enumerate(passes) for other in passes[:at])
+    has_more = is_one_pass if m is None else len(chosen) > m
+    if has_more:
+        of = "in one backward pass" if m is None else f"in a step of {m} microbatches"
         raise ContractError(
             f"got {len(chosen)} calls of losses for the term {term} {of}, expected one for each "
             f"microbatch: {_NAMED}"
@@ -248,7 +237,7 @@ def _by_number(heard: Sequence[Call], reached: Sequence[Call], m: int | None) ->
 def _settled(calls: Sequence[Call]) -> list[Call]:
     """Let a recomputed call at which gradients arrived stand for the call that it repeats.
 
-    That one had no graph; of several, it is the first with the same shape, mask and lengths.
+    That one had no graph; of several, it is the first to which the same was passed.
     Where no gradient arrived, the graph of the first call is the one that trains.
     """
     heard = [call for call in calls if not call.is_again]
@@ -266,7 +255,7 @@ def _settled(calls: Sequence[Call]) -> list[Call]:
             and call.microbatch in (None, one.microbatch)
         ]
         if left and not is_unheard:
-            next((one for one in left if one.is_like(call)), left[0]).again = call
+            next((one for one in left if one.passed == call.passed), left[0]).again = call
         else:
             heard.append(call)  # nothing was heard without a graph
     return heard

@@ -290,12 +290,12 @@ class Weighing:
 
     @property
     def _terms(self) -> list[str]:
-        return [call.term for call in self._calls]
+        return [*dict.fromkeys(call.term for call in self._calls)]
 
     def terms(self) -> dict[str, Weighed]:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
         with together(dist.group.WORLD, "call weighed() or terms()") as ranks:
-            of = {term: self.of_this_rank(term) for term in dict.fromkeys(self._terms)}
+            of = {term: self.of_this_rank(term) for term in self._terms}
             ranks.own = next(iter(of.values()), None) or self.of_this_rank(), of
         found: list[tuple[RankWeights, dict[str, RankWeights]]] = ranks.of_ranks
         counted = [terms for rank, terms in found if rank.counts]
@@ -349,7 +349,7 @@ class Weighing:
                 gone=self._parameters.gone,
                 reaching=self._parameters.reaching,
             )
-            for name in dict.fromkeys(self._terms)
+            for name in self._terms
             if counts
         }
         microbatches = of_term.get(term, [])
@@ -422,14 +422,15 @@ class Weighing:
                 f"got losses of {num_tokens} tokens, expected {num_held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
-        for kind, of in (heard.ids or call.ids).items():
+        ids = heard.ids or call.ids
+        for kind, of in ids.items():
             if len(of) != num_sequences:
                 raise ContractError(
                     f"got {kind} of {len(of)} sequences, expected {num_sequences}, as the call of "
                     "losses has: pass one for each, and None for padding"
                 )
         mask = heard.mask if heard.mask is not None else call.mask
-        values, ids = heard.token_weights, heard.ids or call.ids
+        values = heard.token_weights
         if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
             ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
             mask = told.for_losses(told.keep, num_held, 0) if mask is None else mask
