@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -228,7 +227,7 @@ def _by_number(heard: Sequence[Call], reached: Sequence[Call], m: int | None) ->
         )
     numbers = [int(call.microbatch or 0) for call in reached or heard]
     found = []
-    for number in range(max(m or 0, max(numbers) + 1)):
+    for number in range(m or max(numbers) + 1):
         its = [call for call in reached if call.microbatch == number]
         found.append(its or [call for call in heard if call.microbatch == number])
     return found
@@ -242,20 +241,19 @@ def _settled(calls: Sequence[Call]) -> list[Call]:
     """
     heard = [call for call in calls if not call.is_again]
     recomputed = [call for call in calls if call.is_again]
-    is_unheard = not heard and any(call.arrived.passes for call in recomputed)
-    for call in recomputed:
-        # Of losses that were only heard with a graph, those of no token are calls too.
-        is_settled = any(call in (one, one.again) for one in heard)
-        if is_settled or (not call.arrived.passes and (not is_unheard or np.prod(call.shape))):
-            continue
+    trained = [call for call in recomputed if call.arrived.passes]
+    if trained and not heard:  # losses were heard with a graph only
+        return recomputed
+    for call in heard:
+        call.again = None
+    for call in trained:
         left = [
             one
             for one in heard
-            if not (one.has_graph or one.is_again or one.again)
-            and call.microbatch in (None, one.microbatch)
+            if not (one.has_graph or one.again) and call.microbatch in (None, one.microbatch)
         ]
-        if left and not is_unheard:
+        if left:
             next((one for one in left if one.passed == call.passed), left[0]).again = call
         else:
-            heard.append(call)  # nothing was heard without a graph
+            heard.append(call)
     return heard

@@ -465,21 +465,25 @@ def two_terms():
 
 
 @row("an evaluation before and after", trains="token_mean")
-def evaluations(num_microbatches=toy.M):
+def evaluations(num_microbatches=toy.M, is_numbered=False):
     def listen(weighing, chunk, mine, m, found):
-        def heard():
-            return weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        def heard(number):
+            of = {"microbatch": number} if is_numbered else {}
+            return weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine), **of)
 
         with torch.no_grad():
-            heard()
-        scaled(heard().sum(), found).backward()
-        heard()  # a metric that keeps its graph
+            heard(m + 1)
+        scaled(heard(m).sum(), found).backward()
+        heard(m)  # a metric that keeps its graph
 
     return loop(listen, num_microbatches=num_microbatches)
 
 
 row("an evaluation before and after, M not passed", trains="token_mean")(
     partial(evaluations, num_microbatches=None)
+)
+row("evaluations, numbered, M not passed", trains="token_mean", says="sequences, M 2")(
+    partial(evaluations, num_microbatches=None, is_numbered=True)
 )
 
 

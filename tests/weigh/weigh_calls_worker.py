@@ -131,6 +131,7 @@ def check_a_loss_that_is_recomputed_is_weighed_once():
                 for loss in losses if order == "first" else ():
                     loss.backward()
                 chunk.config.finalize_model_grads_func([chunk], None)
+            weighing.of_this_rank()  # and again, as of each of two terms
             parts = weighing.of_this_rank().parts
             found = parts[["microbatch", "sequence", "tokens"]].tolist()
             assert found == [(0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 1, 4)]
