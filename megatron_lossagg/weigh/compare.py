@@ -142,9 +142,8 @@ class RankWeights:
     parts: Array
     """Rows of ``PART``."""
     num_tokens: float | None
-    """What this rank passed to Megatron's finalize function."""
-    is_divided: bool
-    """Whether finalize divides by the sum of num_tokens."""
+    """What this rank passed to Megatron's finalize function, which divides by the sum of ranks that
+    count; None if it passed none."""
     is_finalized: bool
     counts: bool
     """Whether this rank's tokens count: last pipeline stage, first tensor-parallel rank."""
@@ -402,8 +401,7 @@ class _F:
     def of(ranks: Sequence[RankWeights]) -> _F:
         """Measure f, and compare it with what it should be."""
         counted = [rank for rank in ranks if rank.counts]
-        is_divided = any(rank.is_divided for rank in ranks)
-        num_tokens = max(sum(rank.num_tokens or 0.0 for rank in counted), 0.0) * is_divided
+        num_tokens = max(sum(rank.num_tokens or 0.0 for rank in counted), 0.0)
         read = counted[0].factor / (num_tokens or 1.0)
         others = [rank for rank in ranks if not rank.counts]
         found = measure(one for rank in (*counted, *others) for one in rank.added)
@@ -433,8 +431,7 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
 
     Sequences without a trained token are left out.
     """
-    counted = [rank for rank in ranks if rank.counts]
-    rows = _put_together(_parts(counted, _F.of(ranks).value))
+    rows = _put_together(_parts(ranks, _F.of(ranks).value))
     return _sequences(rows[rows["tokens"] > 0])
 
 
@@ -475,19 +472,19 @@ def _weights(
     modes lack; and how many samples have no token, None if no ids of samples were passed.
     """
     given = {name: value for rank in ranks for name, value in rank.given.items()}
-    known = [kind for kind in _IDS if len(rows) and _has(rows, kind).all()]
+    known = [kind for kind in _IDS if _has(rows, kind).all()]
     lacks = {name: what for name, what in NEEDS.items() if what not in (*known, *given)}
     for rank in ranks:
         lacks |= rank.lacks
     if not len(rows):
         return {}, lacks, None
     others, known_empty, num = empty[:0], None, len(rows)
+    compared = [name for name in (*COMPARED, *NEEDS) if name not in lacks]
     if "sample" in known:
         others = empty[np.all([_has(empty, kind) for kind in known], axis=0)]
         known_empty = len({*others["sample"][others["n"] == 0]} - {*rows["sample"]})
-    compared = [name for name in (*COMPARED, *NEEDS) if name not in lacks]
-    if "sample" in known and len({*rows["sample"]}) == num:
-        compared.remove("row_mean")  # it is sample_mean
+        if len({*rows["sample"]}) == num:
+            compared.remove("row_mean")  # it is sample_mean
     table = _table(np.concatenate([rows, others]), m_of_ranks, ranks[0].sizes["DP"])
     ones = np.ones(num + len(others))
     weights: _Weights = {}
@@ -563,7 +560,8 @@ def _explained(
         return replace(step, faults=[step.unknown])
     if not step.sequences:
         return step
-    if "token_sum" in step.fits and any(rank.is_divided for rank in ranks) and not f.num_tokens:
+    is_divided = any(rank.num_tokens is not None for rank in ranks)
+    if "token_sum" in step.fits and is_divided and not f.num_tokens:
         return replace(step, faults=["num_tokens is 0: finalize divides by nothing"])
     # What changes no weight is not named: a deferred step of this package divides by itself.
     is_undone = any(is_near(at * f.read / f.value, 1, tolerance) for at in step.factors.values())

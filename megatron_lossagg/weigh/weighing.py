@@ -180,10 +180,9 @@ class Weighing:
             for name, of in columns.items()
             if of is not None
         }
-        told = Told(ids)
-        if microbatch is not None:
-            told = Told(ids, microbatch.keep, microbatch.token_weights, microbatch.layout)
-        self._told.append(told)
+        of = microbatch
+        tokens = () if of is None else (of.keep, of.token_weights, of.layout)
+        self._told.append(Told(ids, *tokens))
         self._is_under(aggregation)
 
     def _is_under(self, aggregation: Any) -> None:
@@ -355,7 +354,7 @@ class Weighing:
         microbatches = of_term.get(term, [])
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
-        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
+        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item()) * counts
         eps = [call.trained.eps for call in chain(*microbatches) if call.gradients]
         is_told = len(self._told) == len(microbatches)
         parts = [
@@ -364,8 +363,7 @@ class Weighing:
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
             parts=np.concatenate([parts_of(0), *parts]),
-            num_tokens=num_tokens if counts else 0,
-            is_divided=num_tokens is not None,
+            num_tokens=num_tokens,
             is_finalized=bool(self._num_finalized),
             factor=self.run.factor(),
             added=self._parameters.results(),

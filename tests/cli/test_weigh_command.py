@@ -87,7 +87,7 @@ def weighed(*weights, num_empty=0, m=1, tokens=None):
         "is_finalized": True,
         "tolerance": 1e-4,
     }
-    return compare([RankWeights(**place, parts=parts, num_tokens=None, is_divided=False)])
+    return compare([RankWeights(**place, parts=parts, num_tokens=None)])
 
 
 @pytest.fixture

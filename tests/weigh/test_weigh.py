@@ -43,7 +43,6 @@ def ranks(weight, **more):
         sizes={"M": 2, "DP": 1, "CP": 1, "TP": 1, "PP": 1},
         parts=placed(weighing(w, [LENGTHS[m][s] for m, s in places]), places),
         num_tokens=None,
-        is_divided=False,
         is_finalized=True,
         counts=True,
         tolerance=1e-4,
@@ -150,17 +149,17 @@ def test_tokens_that_are_all_weighed_with_0_train_nothing():
 
 
 def test_num_tokens_divide_what_was_measured():
-    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=12, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=12))
     assert step.trains == "token_mean"
 
 
 def test_a_step_without_num_tokens_is_named():
-    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=0, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=0))
     assert step.causes == ("num_tokens is 0: finalize divides by nothing",)
 
 
 def test_a_loss_function_that_divides_by_itself_needs_no_num_tokens():
-    step = compare(ranks(lambda n_mb, n: 1 / 12, num_tokens=0, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 1 / 12, num_tokens=0))
     assert (step.trains, [*step.causes]) == ("token_mean", [])
 
 
@@ -349,7 +348,7 @@ def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():
 
 
 def test_num_tokens_need_not_be_integers():
-    step = compare(ranks(lambda n_mb, n: 0.5 / 12, num_tokens=0.5, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 0.5 / 12, num_tokens=0.5))
     assert step.trains == "token_mean"
 
 
