@@ -420,7 +420,7 @@ class Weighing:
                 f"got losses of {num_tokens} tokens, expected {num_held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
-        ids = heard.ids or call.ids
+        ids = heard.ids
         for kind, of in ids.items():
             if len(of) != num_sequences:
                 raise ContractError(
@@ -439,7 +439,7 @@ class Weighing:
         weight_T, arrived = np.zeros(num_tokens), [gradient for _, gradient in call.gradients]
         if arrived:
             weight_T = weights_of([one.cpu() for one in arrived], scale, torch.float64).numpy()
-        if (past := int((weight_T[num_held:] != 0).sum())) > 0:
+        if past := int((weight_T[num_held:] != 0).sum()):
             raise ContractError(
                 f"got {past} trained tokens past the last sequence, expected none: pass the "
                 "offsets of all sequences, cu_seqlens"
@@ -451,17 +451,15 @@ class Weighing:
         omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
         own_T = value_T * omega_G[segments]
         in_mask_T = in_mask_T & (own_T != 0)
-        columns = _sums(weight_T, in_mask_T, segments, value_T, own_T, num_sequences)
         parts = parts_of(
             num_sequences,
             dp_rank=run.place.dp_rank,
             cp_rank=run.place.cp_rank,
             sequence=first + np.arange(num_sequences),
-            **columns,
+            name=[*(heard.names or ()), *[""] * num_sequences][:num_sequences],
+            **_sums(weight_T, in_mask_T, segments, value_T, own_T, num_sequences),
             **{kind: of for kind, of in ids.items() if kind != "weight"},
         )
-        for segment, name in zip(range(num_sequences), heard.names or (), strict=False):
-            parts["name"][segment] = name
         if run.place.sizes["CP"] == 1 and (shortest := _shortest(parts)) is not None:
             here = segments == shortest
             parts["shown"][shortest] = _signs(weight_T[here] != 0, in_mask_T[here])
