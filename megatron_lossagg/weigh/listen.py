@@ -8,7 +8,7 @@ here and ids in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -152,28 +152,15 @@ class Call:
     """The same losses, recomputed in the backward pass, at which gradients arrived."""
     heard: Callable[[], Any] = lambda: None
     """What :meth:`Weighing.losses` returned, while it exists."""
-    gone: int = -1
-    """The last backward pass whose gradients were zeroed."""
-    nothing: frozenset[int] = frozenset()
-    """Backward passes that added to no parameter."""
+    gradients: list[tuple[int, Tensor]] = field(default_factory=list)
+    """What arrived in passes that count, with their numbers; :func:`microbatches_of` finds it."""
+    is_zeroed: bool = False
+    """Whether gradients arrived, and were zeroed, likewise."""
 
     @property
     def trained(self) -> Call:
         """The call at which gradients arrived."""
         return self.again or self
-
-    @property
-    def gradients(self) -> list[tuple[int, Tensor]]:
-        """What arrived in passes that count, with their numbers."""
-        passes = self.trained.arrived.passes
-        return [one for one in passes if one[0] > self.gone and one[0] not in self.nothing]
-
-    @property
-    def is_zeroed(self) -> bool:
-        """Whether gradients arrived, and were zeroed."""
-        return not self.gradients and any(
-            number not in self.nothing for number, _ in self.trained.arrived.passes
-        )
 
     @property
     def passed(self) -> list[Any]:
@@ -193,9 +180,11 @@ def microbatches_of(
     """
     heard = _settled(calls)
     for call in heard:
-        call.gone = gone
-        kept_none = call.trained.arrived.kept_none
-        call.nothing = frozenset(one for one in kept_none if one not in reaching)
+        arrived = call.trained.arrived
+        nothing = {number for number in arrived.kept_none if number not in reaching}
+        passes = [one for one in arrived.passes if one[0] not in nothing]
+        call.gradients = [one for one in passes if one[0] > gone]
+        call.is_zeroed = bool(passes) and not call.gradients
     reached = [call for call in heard if call.gradients]
     if any(call.microbatch is not None for call in heard):
         return _by_number(heard, reached, m)
@@ -207,8 +196,8 @@ def microbatches_of(
             f"got {len(chosen)} calls of losses for the term {term} in a step of {m} microbatches, "
             "expected as many: call it for each, with tokens or without"
         )
-    passes = [{number for number, _ in call.gradients} for call in chosen]
-    is_one_pass = any(one & other for at, one in enumerate(passes) for other in passes[:at])
+    numbers = [{number for number, _ in call.gradients} for call in chosen]
+    is_one_pass = any(one & other for at, one in enumerate(numbers) for other in numbers[:at])
     has_more = is_one_pass if m is None else len(chosen) > m
     if has_more:
         of = "in one backward pass" if m is None else f"in a step of {m} microbatches"

@@ -297,13 +297,13 @@ class Weighing:
             of = {term: self.of_this_rank(term) for term in self._terms}
             ranks.own = next(iter(of.values()), None) or self.of_this_rank(), of
         found: list[tuple[RankWeights, dict[str, RankWeights]]] = ranks.of_ranks
-        counted = [terms for rank, terms in found if rank.counts]
-        names = [*dict.fromkeys(name for terms in counted for name in terms)] or [LOSS]
+        of_ranks = [terms for _, terms in found]
+        names = [*dict.fromkeys(chain(*of_ranks))] or [LOSS]
         # Metrics are reduced as terms are, and have no graph on any rank.
         trained = [
             name
             for name in names
-            if any(terms[name].has_graph for terms in counted if name in terms)
+            if any(terms[name].has_graph for terms in of_ranks if name in terms)
         ]
         of_term = {
             name: [

@@ -293,9 +293,13 @@ def gpt(
     def forward_step(iterator, model):
         tokens = next(iterator)
         positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
-        losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
-        losses = weighing.losses(losses)
-        return losses, lambda x: (x.sum(), torch.tensor(x.numel(), dtype=torch.int), {})
+        made = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+
+        def loss_func(losses):  # on the last stage
+            losses = weighing.losses(losses)
+            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
+
+        return made, loss_func
 
     random = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     batches = [torch.randint(2, 16, of, generator=random) for of in shapes]
@@ -318,6 +322,7 @@ MEANS = {"per_token": False, "trains": "microbatch_token_mean"}
 gpt_row("per-token")
 gpt_row("average", **MEANS)
 gpt_row("TP 2", on=2, sizes={"tensor_model_parallel_size": 2})
+gpt_row("PP 2", on=2, sizes={"pipeline_model_parallel_size": 2})
 SP = {"sizes": {"tensor_model_parallel_size": 2}, "sequence_parallel": True}
 gpt_row("TP 2, sequence parallel", on=2, **SP)
 gpt_row("TP 2, sequence parallel, average", on=2, **SP, **MEANS)
