@@ -28,8 +28,8 @@ from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import first_few
 from megatron_lossagg.reduction.step_state import Line, StepLog, Term
+from megatron_lossagg.weigh.causes import LEAST, is_near
 
-_TOLERANCE = 1e-5
 _VALUE_TOLERANCE = 1e-4
 """Of a loss against the sum of its terms, which are sums in float32."""
 
@@ -97,8 +97,8 @@ class Call:
     def is_right(self, coefficient: float) -> bool:
         """Whether a coefficient is the one that the call declares."""
         parts = [self.loss, *(term.value for term in self.terms)]
-        tolerance = max(_TOLERANCE, *(torch.finfo(part.dtype).eps for part in parts))
-        return math.isclose(coefficient, self.line.coefficient, rel_tol=tolerance)
+        tolerance = max(LEAST, *(torch.finfo(part.dtype).eps for part in parts))
+        return is_near(coefficient, self.line.coefficient, tolerance)
 
     def difference(self) -> float:
         """Return how far the loss is from the sum of its terms, relative; 0 if it is not known."""

@@ -30,8 +30,8 @@ from megatron_lossagg.reduction.faults import first_time, looks_again, warn_once
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.step_state import Line, StepLog, Term
-from megatron_lossagg.weigh.causes import constant, equal_to, is_near
-from megatron_lossagg.weigh.listen import listen, weights_of
+from megatron_lossagg.weigh.causes import LEAST, constant, equal_to, is_near, written
+from megatron_lossagg.weigh.listen import are_losses, listen, weights_of
 
 _FOLLOWED = {
     *("Alias", "Clone", "Div", "Expand", "Mul", "Neg", "ReshapeAlias", "Slice", "Squeeze"),
@@ -96,7 +96,6 @@ def _saved(node: Any, name: str) -> Any:
         return _UNREAD
 
 
-_TOLERANCE = 1e-5
 _ENDS = "before mb.reduce; ignore this if that is meant"
 _MOST_M = 8
 """Numbers of microbatches for which a first step is weighed."""
@@ -147,11 +146,10 @@ class _Listener:
 
     def __call__(self, chunk: Any, inputs: Any, output: Any) -> None:
         self.forget()
-        if not isinstance(output, Tensor) or output.dim() > 2 or not output.is_floating_point():
-            return
-        heard = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
-        if listen(output, heard.arrived):
-            self.latest, self.node = heard, output.grad_fn
+        if are_losses(output):
+            heard = _Output(numel=output.numel(), eps=torch.finfo(output.dtype).eps)
+            if listen(output, heard.arrived.append):
+                self.latest, self.node = heard, output.grad_fn
 
     def forget(self) -> None:
         """Let the output go."""
@@ -254,7 +252,7 @@ class Outcome(Guard):
         read = [(one, values) for one, values in found if values]
         if read:
             counted = [one.line.known.counted_tokens for one, _ in read]
-            tolerance = max(_TOLERANCE, *(2 * one.output.eps for one, _ in read))
+            tolerance = max(LEAST, *(2 * one.output.eps for one, _ in read))
             describe = partial(self._describe, step, counted, tolerance)
             values = [value for _, values in read for value in values]
             step.plan.state.faults.record(values, describe)
@@ -354,7 +352,7 @@ def _warn_of(step: StepFacts, found: Sequence[_Found], tolerance: float) -> None
         if products:
             warn_once(
                 "multiplied losses",
-                f"each token was trained with {factor:.6g} = {' = '.join(products)} times its "
+                f"each token was trained with {written(factor, products)} times its "
                 f"weight of {mode}: the model's losses were multiplied by it {_ENDS}",
             )
     elif all(_is_right_but_for_zeros(one, tolerance) for one in found):
@@ -383,6 +381,5 @@ def _warn_of_division(count: float) -> None:
 
 
 def _is_right_but_for_zeros(one: _Found, tolerance: float) -> bool:
-    if one.zero == one.tokens:
-        return True
-    return abs(one.lowest_kept - 1) <= tolerance and abs(one.highest - 1) <= tolerance
+    kept = one.lowest_kept, one.highest
+    return one.zero == one.tokens or all(is_near(value, 1, tolerance) for value in kept)

@@ -340,7 +340,14 @@ def install(framework: str, *, steps: int = 1, report: Report = print_term) -> T
     where.prepare()
     if method := _method(*where.reduces):
         owner, name, stock = method
-        setattr(owner, name, _reducing(weighing, stock))
+
+        @functools.wraps(stock)
+        def reduces(*args: Any, **kwargs: Any) -> Any:
+            made = stock(*args, **kwargs)
+            weighing.reduced()
+            return made
+
+        setattr(owner, name, reduces)
         weighing.is_reduced_later = True
     found = [row.module for row in where.reductions if _listens(weighing, row)]
     if not any(not name.startswith(f"{__package__}.") for name in found):
@@ -374,79 +381,54 @@ def _method(module: str, function: str) -> tuple[Any, str, Any] | None:
         return None
 
 
-def _reducing(weighing: _Weighing, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Report a step once its gradients are reduced."""
-
-    @functools.wraps(stock)
-    def reduces(*args: Any, **kwargs: Any) -> Any:
-        made = stock(*args, **kwargs)
-        weighing.reduced()
-        return made
-
-    return reduces
-
-
 def _listens(weighing: _Weighing, row: Reduction) -> bool:
     """Listen in a function, if this release has it."""
     found = _method(row.module, row.function)
     if found is not None:
         owner, name, stock = found
-        make = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
-        setattr(owner, name, make(weighing, row, stock))
+        how = {"given": _given, "inside": _inside, "returned": _returned}[row.how]
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            if not weighing.is_listening:
+                return stock(*args, **kwargs)
+            return how(weighing, row, stock, signature.bind(*args, **kwargs), sys._getframe(1))
+
+        setattr(owner, name, heard)
     return found is not None
 
 
-def _given(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Hear the losses that a function is given."""
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        if not weighing.is_listening:
-            return stock(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        losses, mask = given.arguments[row.losses], given.arguments.get(row.mask or "")
-        if losses.dim() == 2:  # and not the means of sequences
-            frame = sys._getframe(1)
-            given.arguments[row.losses] = weighing.hear_whole(
-                losses, mask, None, frame, scale=row.scale
-            )
-        return stock(*given.args, **given.kwargs)
-
-    return heard
+_Stock = Callable[..., Any]
+_Given = inspect.BoundArguments
 
 
-def _inside(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _given(weighing: _Weighing, row: Reduction, stock: _Stock, given: _Given, frame: Any) -> Any:
+    """Hear the losses that a function is given; ``frame``: of its caller."""
+    losses, mask = given.arguments[row.losses], given.arguments.get(row.mask or "")
+    if losses.dim() == 2:  # and not the means of sequences
+        heard = weighing.hear_whole(losses, mask, None, frame, scale=row.scale)
+        given.arguments[row.losses] = heard
+    return stock(*given.args, **given.kwargs)
+
+
+def _inside(weighing: _Weighing, row: Reduction, stock: _Stock, given: _Given, frame: Any) -> Any:
     """Hear the losses that a function makes."""
-
-    @functools.wraps(stock)
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        if not weighing.is_listening:
-            return stock(*args, **kwargs)
-        with _Variables(weighing, row, inspect.unwrap(stock).__code__) as variables:
-            made = stock(*args, **kwargs)
-        if not variables.has_heard:
-            names = f"{row.losses} and {row.mask}"
-            weighing.missed[row.function] = f"no operation there took its variables {names}"
-        return made
-
-    return heard
+    with _Variables(weighing, row, inspect.unwrap(stock).__code__) as variables:
+        made = stock(*given.args, **given.kwargs)
+    if not variables.has_heard:
+        names = f"{row.losses} and {row.mask}"
+        weighing.missed[row.function] = f"no operation there took its variables {names}"
+    return made
 
 
-def _returned(weighing: _Weighing, row: Reduction, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _returned(weighing: _Weighing, row: Reduction, stock: _Stock, given: _Given, frame: Any) -> Any:
     """Hear the losses that a function of ours returns; nothing of what runs inside of it."""
-
-    @functools.wraps(stock)
-    def heard(self: Any, loss_func: Any, output: Tensor) -> Any:
-        if not weighing.is_listening:
-            return stock(self, loss_func, output)
-        with weighing.paused():
-            found = stock(self, loss_func, output)
-        losses = getattr(found, row.losses).view(len(output), -1)
-        losses = weighing.hear_whole(losses, None, None, sys._getframe(0), is_shared=False)
-        return replace(found, **{row.losses: losses.view(-1)})
-
-    return heard
+    with weighing.paused():
+        found = stock(*given.args, **given.kwargs)
+    losses = getattr(found, row.losses).view(len(given.arguments["output"]), -1)
+    losses = weighing.hear_whole(losses, None, None, sys._getframe(0), is_shared=False)
+    return replace(found, **{row.losses: losses.view(-1)})
 
 
 class _Variables(TorchFunctionMode):

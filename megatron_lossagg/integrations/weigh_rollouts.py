@@ -80,17 +80,11 @@ def install(
     where, expected = _FRAMEWORKS[framework], f"{framework}'s Megatron backend"
     weighing = TermsWeighing(steps, report=report)
     rebind_schedule(where.schedule, weighing, expected=expected)
-    for name in where.reducers:
-        module = importlib.import_module(name)
-        for function in (_MAKER, _LOADER):
-            if hasattr(module, function):
-                stock = getattr(module, function)
-                heard = (
-                    _heard_maker(weighing, stock)
-                    if function == _MAKER
-                    else _heard_loader(weighing, stock, reducer)
-                )
-                setattr(module, function, heard)
+    for module in map(importlib.import_module, where.reducers):
+        if stock := getattr(module, _MAKER, None):
+            setattr(module, _MAKER, _heard_maker(weighing, stock))
+        if stock := getattr(module, _LOADER, None):
+            setattr(module, _LOADER, _heard_loader(weighing, stock, reducer))
     return weighing
 
 

@@ -21,7 +21,8 @@ from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._shared import HOOK, imported, replaced
 from megatron_lossagg.weigh.compare import Weighed
-from megatron_lossagg.weigh.weighing import Weighing, are_losses
+from megatron_lossagg.weigh.listen import are_losses
+from megatron_lossagg.weigh.weighing import Weighing
 
 _LOOP = "megatron.training.training"
 Report = Callable[[Weighed, int, str], None]

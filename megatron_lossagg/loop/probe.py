@@ -44,6 +44,7 @@ from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.table import StepTotals
+from megatron_lossagg.weigh.causes import is_near
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
@@ -391,7 +392,7 @@ class ProbeStep:
         measured = its.k / ratio if ratio else float("inf")
         additions = its.dp_cp_size + its.num_microbatches + 8
         default = torch.finfo(torch.get_default_dtype())
-        if abs(ratio - 1) <= torch.finfo(torch.float32).eps * additions + default.eps:
+        if is_near(ratio, 1, torch.finfo(torch.float32).eps * additions + default.eps):
             return measured
         raise ContractError(
             f"the startup probe measured K = {measured:.6g}, expected K = "

@@ -28,6 +28,7 @@ from megatron_lossagg.verify.job import (
 )
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.text import number_of
+from megatron_lossagg.weigh.causes import is_near, written
 from megatron_lossagg.weigh.compare import TOLERANCE
 
 if TYPE_CHECKING:
@@ -352,7 +353,7 @@ def trained(factors: Mapping[str, float]) -> str:
     ``factors``: of each mode that fits but for a factor, of which one without is chosen, then one
     whose factor is 1/k or k.
     """
-    if right := [mode for mode, factor in factors.items() if abs(factor - 1) < TOLERANCE]:
+    if right := [mode for mode, factor in factors.items() if is_near(factor, 1, TOLERANCE)]:
         return right[0]
     written = {mode: _number(factor) for mode, factor in factors.items()}
     neat = sorted(written, key=lambda mode: " = " not in written[mode])
@@ -361,8 +362,7 @@ def trained(factors: Mapping[str, float]) -> str:
 
 def _number(factor: float) -> str:
     """Write a factor, and as 1/k or k if it is one."""
-    text = f"{factor:.6g}"
     near = Fraction(factor).limit_denominator(_LARGEST) if math.isfinite(factor) else Fraction()
-    is_one = 1 in (abs(near.numerator), near.denominator)
-    is_near = near and is_one and abs(factor / near - 1) < TOLERANCE / 10
-    return f"{text} = {near}" if is_near and text != str(near) else text
+    is_one = 1 in (abs(near.numerator), near.denominator) and near
+    is_equal = is_one and is_near(factor, float(near), TOLERANCE / 10)
+    return written(factor, [str(near)] if is_equal and str(near) != f"{factor:.6g}" else [])

@@ -29,13 +29,16 @@ _MANY = 3
 """Of so many factors it may be written down if it is round."""
 _COARSE = 1e-3
 """Of a coarser tolerance many quotients equal a number by chance."""
-_SEQUENCE = ("dp_rank_P", "microbatch_P", "sequence_P")
+PLACE = ("dp_rank", "microbatch", "sequence")
+"""What tells a sequence from another."""
 _LAST = 9
 """How many factors a number of the script's own counts as: it explains any."""
 OWN = "a number of the script's own"
 Array = np.ndarray[Any, Any]
-_ROUNDINGS, _LEAST = 4, 1e-5
-"""How many roundings of its dtype a gradient may be off, and the least that is told apart."""
+LEAST = 1e-5
+"""The least that a gradient may be off, relative, if its dtype has no larger rounding."""
+_ROUNDINGS = 4
+"""How many roundings of its dtype it may be off."""
 _ROUNDED = 0.02
 """The residual of a gradient that was rounded, at most; with more it is another gradient."""
 _NOT_ZERO = (
@@ -129,6 +132,11 @@ def equal_to(
     return [one.name for one in equal if one.number == equal[0].number]
 
 
+def written(factor: float, equal: Sequence[str]) -> str:
+    """Write a factor, and what it equals: ``0.25 = 1/(M DP)``."""
+    return " = ".join([f"{factor:.6g}", *equal])
+
+
 def counted_empty(at: float | None, v: int, num_empty: int, tolerance: float) -> int:
     """Return how many empty sequences B counts if it makes a factor of ``at``: V / (V + k), or 0.
 
@@ -165,66 +173,33 @@ def spread(low: float, high: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The parts of sequences with a weight, ``[P]``, and the sizes of the step."""
+    """The parts of sequences with a weight, and the sizes of the step."""
 
-    low_P: Array
-    high_P: Array
-    tokens_P: Array
-    masked_P: Array
-    """Of the mask."""
-    length_P: Array
-    """Losses, padding included."""
-    padded_P: Array
-    """Losses of its microbatch on its rank, padding included."""
-    dp_rank_P: Array
-    cp_rank_P: Array
-    microbatch_P: Array
-    sequence_P: Array
-    m_P: Array
-    """M of its rank."""
+    parts: Array
+    """Rows of ``compare.PART``, ``[P]``."""
     sizes: Mapping[str, int]
     counts: Mapping[str, float]
 
     @staticmethod
-    def of(ranks: Sequence[Any], f: float, *, num_tokens: float) -> Step:
-        """Put the parts of ranks together; ``f``: what their weights are multiplied by."""
-        pairs = [(rank, part) for rank in ranks for part in rank.parts if part.tokens]
-        columns = np.array(
-            [
-                (
-                    *(f * bound for bound in part.span),
-                    part.counted,
-                    part.tokens - part.outside + part.missed,
-                    part.length or part.tokens,
-                    rank.padded.get(part.microbatch, 0),
-                    *(part.dp_rank, part.cp_rank, part.microbatch, part.sequence),
-                    rank.sizes["M"],
-                )
-                for rank, part in pairs
-            ]
-        ).T
-        m = {rank.sizes["M"] for rank in ranks}
-        sequences = {(part.dp_rank, part.microbatch, part.sequence) for _, part in pairs}
-        masked = sum(part.missed - part.outside for rank in ranks for part in rank.parts)
-        n = float(columns[2].sum())
-        return Step(
-            **dict(zip(_COLUMNS, columns, strict=True)),
-            sizes={
-                name: size
-                for name, size in ranks[0].sizes.items()
-                if name != "PP" and (name != "M" or len(m) == 1)
-            },
-            counts={
-                "N": n,
-                "B": len(sequences),
-                "padded tokens": sum(sum(rank.padded.values()) for rank in ranks),
-                "num_tokens": num_tokens if num_tokens != n else 0,
-                "tokens of the mask": n + masked if masked else 0,
-            },
-        )
+    def of(parts: Array, sizes: Mapping[str, int], num_tokens: float) -> Step:
+        """Count; ``parts``: those without a weight too."""
+        trained = parts[parts["tokens"] > 0]
+        padded = float(parts["padded"][numbered(parts, _LOSSES)[1]].sum())
+        masked, n = float((parts["missed"] - parts["outside"]).sum()), float(trained["n"].sum())
+        counts = {
+            "N": n,
+            "B": len(numbered(trained, PLACE)[1]),
+            "padded tokens": padded,
+            "num_tokens": num_tokens if num_tokens != n else 0,
+            "tokens of the mask": n + masked if masked else 0,
+        }
+        return Step(parts=trained, sizes=sizes, counts=counts)
 
-
-_COLUMNS = [name for name in Step.__dataclass_fields__ if name.endswith("_P")]
+    @property
+    def masked_P(self) -> Array:
+        """Tokens of the mask."""
+        masked: Array = self.parts["tokens"] - self.parts["outside"] + self.parts["missed"]
+        return masked
 
 
 class Kind(NamedTuple):
@@ -248,17 +223,14 @@ class _Place(NamedTuple):
     """The size that tells it from another place, if it is not 1."""
 
 
+_LOSSES = ("dp_rank", "microbatch", "cp_rank")
+"""What parts of the losses of one rank have in common."""
 PLACES = (
-    _Place("microbatch", ("dp_rank_P", "microbatch_P"), ("M", "DP")),
-    _Place(
-        "microbatch and context-parallel rank",
-        ("dp_rank_P", "microbatch_P", "cp_rank_P"),
-        ("M", "DP", "CP"),
-        "CP",
-    ),
-    _Place("microbatch of all ranks", ("microbatch_P",), ("M",), "DP"),
-    _Place("data-parallel rank", ("dp_rank_P",), ("DP",), "DP"),
-    _Place("data- and context-parallel rank", ("dp_rank_P", "cp_rank_P"), ("DP", "CP"), "CP"),
+    _Place("microbatch", ("dp_rank", "microbatch"), ("M", "DP")),
+    _Place("microbatch and context-parallel rank", _LOSSES, ("M", "DP", "CP"), "CP"),
+    _Place("microbatch of all ranks", ("microbatch",), ("M",), "DP"),
+    _Place("data-parallel rank", ("dp_rank",), ("DP",), "DP"),
+    _Place("data- and context-parallel rank", ("dp_rank", "cp_rank"), ("DP", "CP"), "CP"),
 )
 
 
@@ -267,13 +239,14 @@ def kinds(step: Step, modes: Mapping[str, Array]) -> Iterator[Kind]:
 
     ``modes``: the weight of a token of each sequence with a weight, in the order of their places.
     """
-    sequence = _numbers(step, _SEQUENCE)
+    sequence, _ = numbered(step.parts, PLACE)
     for name, weight_S in modes.items():
         if not name.startswith("microbatch"):  # which is one of the others
             yield Kind(name, weight_S[sequence], cost="_sum" in name, is_mode=True)
     b = float(sequence.max() + 1)
-    for name, count_P in (("the mask's counts", step.masked_P), ("padded lengths", step.length_P)):
-        if (count_P != step.tokens_P).any():
+    length_P = step.parts["length"]
+    for name, count_P in (("the mask's counts", step.masked_P), ("padded lengths", length_P)):
+        if (count_P != step.parts["n"]).any():
             of_sample = np.maximum(_sums(sequence, count_P), 1)
             yield Kind(f"sample_mean of {name}", 1 / (b * of_sample), cost=1)
     for place in PLACES:
@@ -283,13 +256,14 @@ def kinds(step: Step, modes: Mapping[str, Array]) -> Iterator[Kind]:
 
 def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
     """List the means over the places of one kind: each as one, or with its share."""
-    n_P, number = step.tokens_P, _numbers(step, place.columns)
+    n_P, m_P = step.parts["n"], step.parts["m"]
+    number, first = numbered(step.parts, place.columns)
     n, b = _sums(number, n_P), _distinct(number, sequence)
-    of_samples = b * _sums(_numbers(step, (*place.columns, *_SEQUENCE)), n_P)
-    padded = _sums_of_places(number, step.padded_P, step)
+    of_samples = b * _sums(numbered(step.parts, (*place.columns, *PLACE))[0], n_P)
+    padded = _sums_of_places(number, step.parts)
     masked = np.maximum(_sums(number, step.masked_P), 1)
     ranks = math.prod(step.sizes.get(name, 1) for name in place.sizes if name != "M")
-    means = ranks * (step.m_P if "M" in place.sizes else np.ones(len(n_P)))
+    means = ranks * (m_P if "M" in place.sizes else np.ones(len(n_P)))
     found, total = int(number.max()) + 1, round(float(means.max()))
     has_less = bool((means == means[0]).all()) and found < total
     note = f"; {total - found} of {total} have no token" * has_less
@@ -305,7 +279,7 @@ def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
             yield Kind(
                 f"a mean of one {words} per {place.words}", 1 / (means * divisor), cost, note
             )
-    first, each = np.unique(number, return_index=True)[1], f"each {place.words}"
+    each = f"each {place.words}"
     for words, divisor, share, by in (
         ("token means", n, b, "samples"),
         ("token means", n, padded, "padded tokens"),
@@ -314,8 +288,8 @@ def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
         if by == "tokens" or (place.words.startswith("microbatch") and share.any()):
             whole = share[first].sum()
             yield Kind(f"{words} of {each}, weighted by its {by}", share / whole / divisor, cost=1)
-        if "dp_rank_P" in place.columns and step.sizes.get("DP", 1) > 1 and share.all():
-            rank = step.dp_rank_P.astype(int)
+        if "dp_rank" in place.columns and step.sizes.get("DP", 1) > 1 and share.all():
+            rank = step.parts["dp_rank"]
             whole = step.sizes["DP"] * np.bincount(rank[first], share[first])[rank]
             kind = f"{words} of {each}, weighted by its {by} among its rank's"
             yield Kind(kind, share / whole / divisor, cost=2)
@@ -323,9 +297,9 @@ def _means_of(place: _Place, step: Step, sequence: Array) -> Iterator[Kind]:
 
 def _by_own_m(kind: Kind, step: Step) -> list[Kind]:
     """Return a kind, and what ranks make of it that multiply or divide by their own M."""
-    found = [kind]
-    if (step.m_P != step.m_P[0]).any():
-        times = (("times", step.m_P), ("over", 1 / step.m_P))
+    found, m_P = [kind], step.parts["m"]
+    if (m_P != m_P[0]).any():
+        times = (("times", m_P), ("over", 1 / m_P))
         found += [
             Kind(f"{kind.words}, {words} its rank's M", kind.weight_P * by, kind.cost + 1)
             for words, by in times
@@ -362,7 +336,7 @@ def explanations(step: Step, modes: Mapping[str, Array], tolerance: float) -> li
     among = quotients(step.sizes, step.counts, most=4 if tolerance <= _COARSE else 2)
     found = []
     for kind in (one for each in kinds(step, modes) for one in _by_own_m(each, step)):
-        low, high = step.low_P / kind.weight_P, step.high_P / kind.weight_P
+        low, high = (step.parts[end] / kind.weight_P for end in ("lowest", "highest"))
         factor = constant(float(low.min()), float(high.max()), tolerance)
         if factor is None:
             continue
@@ -414,14 +388,13 @@ def _text(its: Sequence[Explanation], found: Sequence[Explanation]) -> str:
     if not first.name:
         return first.kind + first.note
     of = f"a constant factor on {first.kind}: " if first.is_mode else f"{first.kind}, times "
-    text = f"{of}{first.factor:.6g}"
     if first.name == OWN:
-        return text
+        return of + written(first.factor, ())
     is_own = any((one.kind, one.name) == (first.kind, OWN) for one in found)
     more = [f"{len(names) - _NAMES} more quotients"] if len(names) > _NAMES else []
     more += [OWN] if is_own and _may_be_chance(first) else []
     others = f", or {' or '.join(more)}: weigh a second step" if more else ""
-    return f"{text} = {' = '.join(names[:_NAMES])}{others}"
+    return of + written(first.factor, names[:_NAMES]) + others
 
 
 def _may_be_chance(one: Explanation) -> bool:
@@ -432,11 +405,21 @@ def _may_be_chance(one: Explanation) -> bool:
     return is_small or (is_round and not is_simple)
 
 
-def _numbers(step: Step, columns: Sequence[str]) -> Array:
-    """Number the parts by what they have in common."""
-    rows = np.stack([getattr(step, name) for name in columns])
-    numbers: Array = np.unique(rows, axis=1, return_inverse=True)[1].reshape(-1)
-    return numbers
+def numbered(parts: Array, columns: Sequence[str]) -> tuple[Array, Array]:
+    """Number the parts by what they have in common; and the first of each number."""
+    rows = np.stack([parts[name] for name in columns])
+    _, first, number = np.unique(rows, axis=1, return_index=True, return_inverse=True)
+    return number.reshape(-1), first
+
+
+def bounds(numbers: Array, values: Array, size: int) -> tuple[Array, Array]:
+    """Return the smallest and the largest value of each number, 0 of none; a NaN stays one."""
+    smallest, largest = np.full(size, np.inf), np.full(size, -np.inf)
+    with np.errstate(invalid="ignore"):  # 0 / 0 in the script's loss
+        np.minimum.at(smallest, numbers, values)
+        np.maximum.at(largest, numbers, values)
+    has = np.bincount(numbers, minlength=size) > 0
+    return np.where(has, smallest, 0.0), np.where(has, largest, 0.0)
 
 
 def _sums(numbers: Array, values: Array) -> Array:
@@ -452,11 +435,10 @@ def _distinct(numbers: Array, of: Array) -> Array:
     return counts.astype(float)
 
 
-def _sums_of_places(numbers: Array, values: Array, step: Step) -> Array:
-    """Sum a value of each microbatch on a rank over the places that it is in, for each part."""
-    each = _numbers(step, ("dp_rank_P", "microbatch_P", "cp_rank_P"))
-    at = np.unique(each, return_index=True)[1]
-    sums: Array = np.bincount(numbers[at], values[at], minlength=int(numbers.max()) + 1)[numbers]
+def _sums_of_places(numbers: Array, parts: Array) -> Array:
+    """Sum the losses of each microbatch on a rank over the places it is in, for each part."""
+    at = numbered(parts, _LOSSES)[1]
+    sums: Array = np.bincount(numbers[at], parts["padded"][at], numbers.max() + 1)[numbers]
     return sums
 
 
@@ -513,7 +495,7 @@ def _of_parameter(ranks: Sequence[Added]) -> Measured | None:
     norm, eps = float(np.linalg.norm(added)), max(one.eps for one in ranks)
     if not norm or not owned.any(0).all() or not np.isfinite(after[owned]).all():
         return None
-    noise = max(_LEAST, _ROUNDINGS * eps * float(np.linalg.norm(size)) / norm)
+    noise = max(LEAST, _ROUNDINGS * eps * float(np.linalg.norm(size)) / norm)
     if not noise < 0.1:  # the sum is what rounding has left of it
         return None
     if any(np.nan_to_num(one.before).any() for one in ranks):

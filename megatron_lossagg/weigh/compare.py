@@ -5,7 +5,6 @@ NumPy only; knows no groups.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,9 +17,12 @@ from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.table import StepCounts, Table
 from megatron_lossagg.weigh.causes import (
     OWN,
+    PLACE,
     Added,
+    Array,
     Explanation,
     Step,
+    bounds,
     common,
     constant,
     counted_empty,
@@ -29,7 +31,9 @@ from megatron_lossagg.weigh.causes import (
     is_near,
     likely,
     measure,
+    numbered,
     spread,
+    written,
 )
 
 COMPARED = ("token_mean", "sample_mean", "sample_sum", "token_sum", "microbatch_token_mean")
@@ -75,46 +79,59 @@ class WeighedSequence:
     weight_sum: float
     weight_min: float
     weight_max: float
+    lowest: float
+    """The smallest of what has to be w_s: weights over those of the token and the sequence in the
+    loss."""
+    highest: float
+    """The largest."""
     outside: int = 0
-    """Those of them that are not in the mask."""
+    """Those of its tokens that are not in the mask."""
     missed: int = 0
     """Tokens of the mask without a weight."""
+    n: float
+    """What a mode counts of it: its tokens, or the sum of their weights in the loss; by the step
+    that was told, with tokens that were rejected since."""
     sample: Hashable = None
     prompt: Hashable = None
     group: Hashable = None
-    n: float | None = None
-    """What a mode counts of it if that is not its tokens: by the step that was told, with tokens
-    that were rejected since, or the sum of their weights."""
-    bounds: tuple[float, float] | None = None
-    """The smallest and the largest weight, over those of the token and the sequence in the loss."""
 
     @property
-    def counted(self) -> float:
-        """What a mode counts of it."""
-        return self.tokens if self.n is None else self.n
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """What has to be w_s for each of its tokens: the smallest and the largest."""
-        return self.bounds or (self.weight_min, self.weight_max)
+    def is_plain(self) -> bool:
+        """Whether a weight is what has to be w_s."""
+        return (self.lowest, self.highest) == (self.weight_min, self.weight_max)
 
     @property
     def mean(self) -> float:
         """The mean of what has to be w_s; of weights of tokens the middle."""
-        return self.weight_sum / self.tokens if self.bounds is None else sum(self.bounds) / 2
+        return self.weight_sum / self.tokens if self.is_plain else (self.lowest + self.highest) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part(WeighedSequence):
-    """What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token."""
+PART = np.dtype(
+    [
+        *((name, int) for name in ("dp_rank", "cp_rank", "microbatch", "sequence", "m")),
+        *((name, int) for name in ("tokens", "outside", "missed", "length", "padded")),
+        *((name, float) for name in ("weight_sum", "weight_min", "weight_max")),
+        *((name, float) for name in ("lowest", "highest", "n", "told")),
+        *((name, object) for name in ("name", "shown", *_IDS)),
+    ]
+)
+"""What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token.
 
-    cp_rank: int
-    length: int = 0
-    """Its losses, padding included."""
-    told: float | None = None
-    """``n`` of the whole sequence, by the step that was told."""
-    shown: str = ""
-    """Its positions, if it is short: which have a weight, and which the mask has."""
+As of :class:`WeighedSequence`; and ``m``: M of the rank; ``length``, ``padded``: losses of the
+sequence and of its microbatch here, padding included; ``told``: ``n`` of the whole sequence, by the
+step that was told, else NaN; ``shown``: its positions, if it is short: which have a weight, and
+which the mask has.
+"""
+
+
+def parts_of(num: int, **columns: Any) -> Array:
+    """Make rows of ``PART``; of a column that is not passed nothing is known."""
+    nothing = {"told": np.nan, **dict.fromkeys(("name", "shown"), [""] * num)}
+    found = np.zeros(num, PART)
+    for name, values in {**nothing, **dict.fromkeys(_IDS, [None] * num), **columns}.items():
+        # An id may be a tuple.
+        found[name] = np.fromiter(values, object, num) if PART[name].hasobject else values
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +139,11 @@ class RankWeights:
     """What one rank has heard; ``sizes``: M, DP, CP, TP and PP."""
 
     sizes: Mapping[str, int]
-    parts: Sequence[Part]
+    parts: Array
+    """Rows of ``PART``."""
     num_tokens: float | None
-    """What this rank passed to Megatron's finalize function."""
-    is_divided: bool
-    """Whether finalize divides by the sum of num_tokens."""
+    """What this rank passed to Megatron's finalize function, which divides by the sum of ranks that
+    count; None if it passed none."""
     is_finalized: bool
     counts: bool
     """Whether this rank's tokens count: last pipeline stage, first tensor-parallel rank."""
@@ -136,8 +153,6 @@ class RankWeights:
     """What f should be but for the division by num_tokens."""
     added: Sequence[Added] = ()
     """The gradients of some parameters, at which f is measured."""
-    padded: Mapping[int, int] = field(default_factory=dict)
-    """How many losses each microbatch has here, padding included."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``."""
     has_graph: bool = True
@@ -295,38 +310,39 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     ``is_heard``: whether what trains came by losses, of this term or of another.
     """
     counted = [rank for rank in ranks if rank.counts]
-    f = _F.of(ranks)
-    every, unheard = _sequences(ranks, f.value), _unheard(counted)
+    f, unheard = _F.of(ranks), _unheard(counted)
+    parts = _parts(counted, f.value)
+    every = _put_together(parts)
     if unheard:  # nobody knows which other samples, prompts and groups there are
-        every = [replace(one, sample=None, prompt=None, group=None) for one in every]
-    sequences = [one for one in every if one.tokens]
-    empty = [one for one in every if not one.tokens and not one.missed]
+        for kind in _IDS:
+            every[kind] = None
+    rows = every[every["tokens"] > 0]
+    empty = every[(every["tokens"] == 0) & (every["missed"] == 0)]
+    m_of_ranks = dict(zip(parts["dp_rank"].tolist(), parts["m"].tolist(), strict=True))
     sizes = {**counted[0].sizes, "M": max(rank.sizes["M"] for rank in counted)}
     tolerance = max(rank.tolerance for rank in counted)
-    weights, lacks, known_empty = _weights(sequences, empty, counted)
-    lowest_S, highest_S = np.array([one.span for one in sequences]).reshape(-1, 2).T
+    weights, lacks, known_empty = _weights(rows, empty, m_of_ranks, counted)
+    lowest_S, highest_S, sequences = rows["lowest"], rows["highest"], _sequences(rows)
     modes = {
         name: (float((lowest_S / weight_S).min()), float((highest_S / weight_S).max()))
         for name, weight_S in weights.items()
     }
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
-    outside, missed = sum(one.outside for one in every), sum(one.missed for one in every)
-    not_finite = sum(not math.isfinite(one.weight_sum) for one in sequences)
+    outside, missed = int(every["outside"].sum()), int(every["missed"].sum())
     unknown = f.unknown or ("" if is_heard else _UNHEARD)
-    if not_finite:
+    if not_finite := int((~np.isfinite(rows["weight_sum"])).sum()):
         unknown = f"weights of {not_finite} sequences are not finite: does its loss divide by 0?"
     fits = [name for name, at in found.items() if at and is_near(at, 1, tolerance)]
     fits = [] if unknown else fits
     apart = {name: float(f"{spread(*bounds):.6g}") for name, bounds in modes.items()}
     nearest = min(apart, key=lambda name: apart[name], default="token_mean")
     nearest = fits[0] if fits else nearest
-    shown = [part for rank in counted for part in rank.parts if part.shown]
     step = Weighed(
         sizes=sizes,
         sequences=sequences,
         num_empty=len(empty),
         counted_empty=known_empty if known_empty and fits and " without " not in fits[0] else 0,
-        weight_sum=sum(sequence.weight_sum for sequence in sequences),
+        weight_sum=float(rows["weight_sum"].sum()),
         modes=modes,
         lacks=lacks,
         trains=fits[0] if fits and not outside and not missed else None,
@@ -344,9 +360,9 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         missed=missed,
         unheard=unheard,
         zeroed=max(rank.zeroed for rank in ranks),
-        shown=_shown(min(shown, key=_of_shown, default=None)),
+        shown=_shown(parts),
     )
-    return _explained(step, counted, f, weights, tolerance, has_ids=known_empty is not None)
+    return _explained(step, counted, parts, f, weights, tolerance, has_ids=known_empty is not None)
 
 
 def _unheard(ranks: Sequence[RankWeights]) -> str:
@@ -358,15 +374,15 @@ def _unheard(ranks: Sequence[RankWeights]) -> str:
     return f"{unheard} of {m} microbatches, of which nothing was heard" if unheard else ""
 
 
-def _of_shown(part: Part) -> tuple[bool, int]:
-    return not part.outside + part.missed, len(part.shown)
-
-
-def _shown(part: Part | None) -> str:
-    if part is None:
+def _shown(parts: Array) -> str:
+    """Return the positions of the shortest sequence with some, which is off the mask if one is."""
+    able = parts[parts["shown"].astype(bool)]
+    if not len(able):
         return ""
-    place = f"{part.dp_rank}/{part.microbatch}/{part.sequence} (rank/microbatch/number)"
-    return f"{place}: {part.shown}"
+    is_right, length = able["outside"] + able["missed"] == 0, [*map(len, able["shown"])]
+    one = able[np.lexsort((length, is_right))[0]]
+    place = "/".join(str(one[name]) for name in PLACE)
+    return f"{place} (rank/microbatch/number): {one['shown']}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,8 +401,7 @@ class _F:
     def of(ranks: Sequence[RankWeights]) -> _F:
         """Measure f, and compare it with what it should be."""
         counted = [rank for rank in ranks if rank.counts]
-        is_divided = any(rank.is_divided for rank in ranks)
-        num_tokens = max(sum(rank.num_tokens or 0.0 for rank in counted), 0.0) * is_divided
+        num_tokens = max(sum(rank.num_tokens or 0.0 for rank in counted), 0.0)
         read = counted[0].factor / (num_tokens or 1.0)
         others = [rank for rank in ranks if not rank.counts]
         found = measure(one for rank in (*counted, *others) for one in rank.added)
@@ -405,10 +420,9 @@ class _F:
         if n and is_near(times, n, tolerance):
             return [f"finalize was called with num_tokens {n:g} and did not divide"]
         names = equal_to(times, {}, {"num_tokens": n}, tolerance=tolerance)
-        equal = f" = {names[0]}" if names else ""
         return [
             f"gradients were multiplied by {self.value:.6g} after the losses, as measured, "
-            f"{times:.6g}{equal} times what Megatron's or torch's own code does"
+            f"{written(times, names[:1])} times what Megatron's or torch's own code does"
         ]
 
 
@@ -417,102 +431,81 @@ def whole(ranks: Sequence[RankWeights]) -> list[WeighedSequence]:
 
     Sequences without a trained token are left out.
     """
-    return [one for one in _sequences(ranks, _F.of(ranks).value) if one.tokens]
+    rows = _put_together(_parts(ranks, _F.of(ranks).value))
+    return _sequences(rows[rows["tokens"] > 0])
 
 
-def _sequences(ranks: Sequence[RankWeights], f: float) -> list[WeighedSequence]:
-    parts: dict[tuple[int, int, int], list[Part]] = {}
-    for rank in (rank for rank in ranks if rank.counts):
-        for part in rank.parts:
-            key = (part.dp_rank, part.microbatch, part.sequence)
-            parts.setdefault(key, []).append(part)
-    found = []
-    for (dp_rank, microbatch, sequence), its in sorted(parts.items()):
-        trained = [part for part in its if part.tokens] or its
-        found.append(
-            WeighedSequence(
-                dp_rank=dp_rank,
-                microbatch=microbatch,
-                sequence=sequence,
-                name=its[0].name,
-                tokens=sum(part.tokens for part in its),
-                weight_sum=f * sum(part.weight_sum for part in its),
-                # A NaN of one part stays one, wherever it stands.
-                weight_min=f * float(np.min([part.weight_min for part in trained])),
-                weight_max=f * float(np.max([part.weight_max for part in trained])),
-                outside=sum(part.outside for part in its),
-                missed=sum(part.missed for part in its),
-                sample=its[0].sample,
-                prompt=its[0].prompt,
-                group=its[0].group,
-                n=_counted(its),
-                bounds=None if its[0].bounds is None else _bounds(f, trained),
-            )
-        )
-    return found
+def _parts(ranks: Sequence[RankWeights], f: float) -> Array:
+    """Return the parts of all ranks, of which weights are a_t."""
+    parts = np.concatenate([rank.parts for rank in ranks])
+    parts["m"] = np.repeat([rank.sizes["M"] for rank in ranks], [len(rank.parts) for rank in ranks])
+    for name in ("weight_sum", "weight_min", "weight_max", "lowest", "highest"):
+        parts[name] *= f
+    return parts
 
 
-def _counted(parts: Sequence[Part]) -> float | None:
-    """Return what the step has told, or the sum of what tokens weigh; None if neither is known."""
-    is_known = parts[0].told is None and parts[0].n is not None
-    return sum(part.counted for part in parts) if is_known else parts[0].told
+def _put_together(parts: Array) -> Array:
+    """Return a row of ``PART`` for each sequence, whole over context-parallel ranks."""
+    number, first = numbered(parts, PLACE)
+    rows, has = parts[first], parts["tokens"] > 0
+    for name in ("tokens", "outside", "missed", "weight_sum", "n"):
+        rows[name] = np.bincount(number, parts[name], len(rows))
+    for names in (("weight_min", "weight_max"), ("lowest", "highest")):
+        for end, name in enumerate(names):
+            rows[name] = bounds(number[has], parts[name][has], len(rows))[end]
+    rows["n"] = np.where(np.isnan(rows["told"]), rows["n"], rows["told"])
+    return rows
 
 
-def _bounds(f: float, parts: Sequence[Part]) -> tuple[float, float]:
-    low, high = np.array([part.span for part in parts]).T
-    return f * float(low.min()), f * float(high.max())
+def _sequences(rows: Array) -> list[WeighedSequence]:
+    names = [*WeighedSequence.__dataclass_fields__]
+    return [WeighedSequence(**dict(zip(names, row, strict=True))) for row in rows[names].tolist()]
 
 
-_Weights = dict[str, np.ndarray[Any, Any]]
+_Weights = dict[str, Array]
 
 
 def _weights(
-    sequences: Sequence[WeighedSequence],
-    empty: Sequence[WeighedSequence],
-    ranks: Sequence[RankWeights],
+    rows: Array, empty: Array, m_of_ranks: Mapping[int, int], ranks: Sequence[RankWeights]
 ) -> tuple[_Weights, dict[str, str], int | None]:
     """Return w_s of each sequence under each mode, by the formulas of ``MODES``; what the other
     modes lack; and how many samples have no token, None if no ids of samples were passed.
     """
     given = {name: value for rank in ranks for name, value in rank.given.items()}
-    passed = {
-        name for name in _IDS
-        if sequences and all(getattr(one, name) is not None for one in sequences)
-    } | {*given}  # fmt: skip
-    lacks = {name: what for name, what in NEEDS.items() if what not in passed}
+    known = [kind for kind in _IDS if _has(rows, kind).all()]
+    lacks = {name: what for name, what in NEEDS.items() if what not in (*known, *given)}
     for rank in ranks:
         lacks |= rank.lacks
-    if not sequences:
+    if not len(rows):
         return {}, lacks, None
-    of_samples = {one.sample for one in sequences}
-    others = [
-        one
-        for one in empty
-        if "sample" in passed
-        and all(getattr(one, kind) is not None for kind in _IDS if kind in passed)
-    ]
-    ids = {one.sample for one in others if not one.counted} - of_samples
-    known_empty = len(ids) if "sample" in passed else None
-    own = {rank.given.get("mode") for rank in ranks}
+    others, known_empty, num = empty[:0], None, len(rows)
     compared = [name for name in (*COMPARED, *NEEDS) if name not in lacks]
-    if "sample" in passed and len(of_samples) == len(sequences):
-        compared.remove("row_mean")  # it is sample_mean
-    table, ones = _table([*sequences, *others], ranks), np.ones(len(sequences) + len(others))
+    if "sample" in known:
+        others = empty[np.all([_has(empty, kind) for kind in known], axis=0)]
+        known_empty = len({*others["sample"][others["n"] == 0]} - {*rows["sample"]})
+        if len({*rows["sample"]}) == num:
+            compared.remove("row_mean")  # it is sample_mean
+    table = _table(np.concatenate([rows, others]), m_of_ranks, ranks[0].sizes["DP"])
+    ones = np.ones(num + len(others))
     weights: _Weights = {}
-    for mode in sorted(compared, key=lambda name: name not in own):
+    for mode in sorted(compared, key=lambda name: name != given.get("mode")):
         denominator: Any = MODES[mode].denominator
         by_count = [
-            1 / (ones * denominator(StepCounts(table, one)))[: len(sequences)]
+            1 / (ones * denominator(StepCounts(table, one)))[:num]
             for one in _aggregations(mode, given)
         ]
         weights[mode] = by_count[0]
         if not np.array_equal(*by_count):
             weights[f"{mode} without its {known_empty} empty"] = by_count[1]
-    if len({*table.m_W}) > 1:  # ranks have as many, or heard fewer
+    if len({*m_of_ranks.values()}) > 1:  # ranks have as many, or heard fewer
         by_own = weights["microbatch_token_mean"]
-        m_S = table.m_W[table.rank_A][: len(sequences)]
-        weights["microbatch_token_mean by the largest M"] = by_own * m_S / max(table.m_W)
+        weights["microbatch_token_mean by the largest M"] = by_own * rows["m"] / max(table.m_W)
     return weights, lacks, known_empty
+
+
+def _has(rows: Array, kind: str) -> Array:
+    """Whether each sequence has an id."""
+    return np.array([one is not None for one in rows[kind]], dtype=bool)
 
 
 def _aggregations(mode: str, given: Mapping[str, Any]) -> list[Aggregation]:
@@ -523,39 +516,39 @@ def _aggregations(mode: str, given: Mapping[str, Any]) -> list[Aggregation]:
     ]
 
 
-def _table(sequences: Sequence[WeighedSequence], ranks: Sequence[RankWeights]) -> Table:
+def _table(rows: Array, m_of_ranks: Mapping[int, int], dp_size: int) -> Table:
     """Return the sequences of all ranks as the formulas of modes read them."""
-    m = {part.dp_rank: rank.sizes["M"] for rank in ranks for part in rank.parts}
-    places = [*m]
+    places = [*m_of_ranks]
 
     def numbers(kind: str) -> list[int] | None:
-        ids = [getattr(one, kind) for one in sequences]
+        ids = rows[kind].tolist()
         if None in ids:  # then each sequence is a sample
             return None
         first = {one: number for number, one in reversed([*enumerate(ids)])}
         return [first[one] for one in ids]
 
-    rows = Sequences(
-        active_tokens=[int(one.counted > 0) for one in sequences],
-        token_weight_sums=[float(one.counted) for one in sequences],
-        microbatch=[one.microbatch for one in sequences],
+    sequences = Sequences(
+        active_tokens=(rows["n"] > 0).astype(int),
+        token_weight_sums=rows["n"],
+        microbatch=rows["microbatch"],
         sample=numbers("sample"),
         prompt=numbers("prompt"),
         group=numbers("group"),
     ).checked()
     return Table(
-        rows=rows,
-        own=slice(0, len(sequences)),
-        rank_A=np.array([places.index(one.dp_rank) for one in sequences]),
-        m_W=np.array([*m.values()]),
-        size=ranks[0].sizes["DP"],
-        num=len(sequences),
+        rows=sequences,
+        own=slice(0, len(rows)),
+        rank_A=np.array([places.index(rank) for rank in rows["dp_rank"].tolist()]),
+        m_W=np.array([*m_of_ranks.values()]),
+        size=dp_size,
+        num=len(rows),
     )
 
 
 def _explained(
     step: Weighed,
     ranks: Sequence[RankWeights],
+    parts: Array,
     f: _F,
     weights: _Weights,
     tolerance: float,
@@ -567,14 +560,16 @@ def _explained(
         return replace(step, faults=[step.unknown])
     if not step.sequences:
         return step
-    if "token_sum" in step.fits and any(rank.is_divided for rank in ranks) and not f.num_tokens:
+    is_divided = any(rank.num_tokens is not None for rank in ranks)
+    if "token_sum" in step.fits and is_divided and not f.num_tokens:
         return replace(step, faults=["num_tokens is 0: finalize divides by nothing"])
     # What changes no weight is not named: a deferred step of this package divides by itself.
     is_undone = any(is_near(at * f.read / f.value, 1, tolerance) for at in step.factors.values())
     faults = f.difference(tolerance) if step.trains is None or is_undone else []
     faults += _unweighted(step, ranks)
-    counted = Step.of(ranks, f.value, num_tokens=f.num_tokens)
-    found = explanations(counted, weights, tolerance)
+    names = {"DP", "CP", "TP", "M" if len({rank.sizes["M"] for rank in ranks}) == 1 else ""}
+    sizes = {name: size for name, size in step.sizes.items() if name in names}
+    found = explanations(Step.of(parts, sizes, f.num_tokens), weights, tolerance)
     if step.unheard:
         found = [one for one in found if not one.needs_b]
     hints = [] if has_ids or step.fits else _hints(step, tolerance)
@@ -588,12 +583,12 @@ def _explained(
 
 def _unweighted(step: Weighed, ranks: Sequence[RankWeights]) -> list[str]:
     """Say if a mode is trained without the weights of tokens and sequences that the run has."""
-    if step.fits or all(one.bounds is None for one in step.sequences):
+    if step.fits or all(one.is_plain for one in step.sequences):
         return []
-    plain = [
-        replace(rank, parts=[replace(one, bounds=None, n=None, told=None) for one in rank.parts])
-        for rank in ranks
-    ]
+    plain = [replace(rank, parts=rank.parts.copy()) for rank in ranks]
+    for parts in (rank.parts for rank in plain):
+        parts["lowest"], parts["highest"] = parts["weight_min"], parts["weight_max"]
+        parts["n"], parts["told"] = parts["tokens"], np.nan
     fits = compare(plain).fits
     return [f"without its weights of tokens and sequences it is {fits[0]}"] if fits else []
 

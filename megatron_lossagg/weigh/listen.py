@@ -8,11 +8,10 @@ here and ids in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,15 +25,15 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
-class Keeps(Protocol):
-    """A list of gradients, or what keeps them as one does."""
+def are_losses(losses: Any) -> bool:
+    """Whether something can be the losses of tokens."""
+    return (
+        isinstance(losses, Tensor) and losses.dim() in (1, 2) and bool(losses.is_floating_point())
+    )
 
-    def append(self, gradient: Tensor, /) -> None:
-        """Keep a gradient."""
 
-
-def listen(tensor: Tensor, arrived: Keeps) -> bool:
-    """Append to ``arrived`` a copy of each gradient that arrives at a tensor with a graph.
+def listen(tensor: Tensor, keep: Callable[[Tensor], None]) -> bool:
+    """Call ``keep`` with a copy of each gradient that arrives at a tensor with a graph.
 
     Whatever is done to the tensor in place afterwards, and not what ``torch.autograd.grad`` is
     asked for there, which trains nothing: the hook is the node's that made it. Returns whether it
@@ -42,14 +41,14 @@ def listen(tensor: Tensor, arrived: Keeps) -> bool:
     """
     node = tensor.grad_fn
     if node is not None:
-        node.register_prehook(partial(_keep, arrived, tensor.output_nr))
+        node.register_prehook(partial(_keep, keep, tensor.output_nr))
     return node is not None
 
 
-def _keep(arrived: Keeps, number: int, gradients: Sequence[Tensor | None]) -> None:
+def _keep(keep: Callable[[Tensor], None], number: int, gradients: Sequence[Tensor | None]) -> None:
     gradient = gradients[number]
     if gradient is not None:
-        arrived.append(gradient.detach().clone())
+        keep(gradient.detach().clone())
 
 
 def weights_of(gradients: Sequence[Tensor], scale: float | Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,9 +87,9 @@ class Arrived:
     def listen(self, losses: Tensor) -> None:
         """Listen at losses with a graph."""
         self._leaf = _leaf_below(losses.grad_fn)
-        listen(losses, self)
+        listen(losses, self._keep)
 
-    def append(self, gradient: Tensor) -> None:
+    def _keep(self, gradient: Tensor) -> None:
         """Keep a gradient of the backward pass that runs."""
         self.passes.append((number_of_pass(), gradient))
         if self._leaf is not None and not _is_executed(self._leaf):
@@ -153,10 +152,10 @@ class Call:
     """The same losses, recomputed in the backward pass, at which gradients arrived."""
     heard: Callable[[], Any] = lambda: None
     """What :meth:`Weighing.losses` returned, while it exists."""
-    gone: int = -1
-    """The last backward pass whose gradients were zeroed."""
-    nothing: frozenset[int] = frozenset()
-    """Backward passes that added to no parameter."""
+    gradients: list[tuple[int, Tensor]] = field(default_factory=list)
+    """What arrived in passes that count, with their numbers; :func:`microbatches_of` finds it."""
+    is_zeroed: bool = False
+    """Whether gradients arrived, and were zeroed, likewise."""
 
     @property
     def trained(self) -> Call:
@@ -164,26 +163,10 @@ class Call:
         return self.again or self
 
     @property
-    def gradients(self) -> list[tuple[int, Tensor]]:
-        """What arrived in passes that count, with their numbers."""
-        passes = self.trained.arrived.passes
-        return [one for one in passes if one[0] > self.gone and one[0] not in self.nothing]
-
-    @property
-    def is_zeroed(self) -> bool:
-        """Whether gradients arrived, and were zeroed."""
-        return not self.gradients and any(
-            number not in self.nothing for number, _ in self.trained.arrived.passes
-        )
-
-    def is_like(self, other: Call) -> bool:
-        """Whether another has losses of the same shape, mask and lengths; waits for the device."""
-        if self.mask is None or other.mask is None:
-            is_mask = self.mask is other.mask
-        else:
-            is_mask = self.mask.reshape(-1).tolist() == other.mask.reshape(-1).tolist()
-        lengths = [None if one.lengths is None else [*one.lengths] for one in (self, other)]
-        return self.shape == other.shape and is_mask and lengths[0] == lengths[1]
+    def passed(self) -> list[Any]:
+        """What a recomputation passes again; waits for the device."""
+        values = (self.shape, self.mask, self.lengths, self.cu_seqlens)
+        return [None if one is None else torch.as_tensor(one).tolist() for one in values]
 
 
 def microbatches_of(
@@ -197,9 +180,11 @@ def microbatches_of(
     """
     heard = _settled(calls)
     for call in heard:
-        call.gone = gone
-        kept_none = call.trained.arrived.kept_none
-        call.nothing = frozenset(one for one in kept_none if one not in reaching)
+        arrived = call.trained.arrived
+        nothing = {number for number in arrived.kept_none if number not in reaching}
+        passes = [one for one in arrived.passes if one[0] not in nothing]
+        call.gradients = [one for one in passes if one[0] > gone]
+        call.is_zeroed = bool(passes) and not call.gradients
     reached = [call for call in heard if call.gradients]
     if any(call.microbatch is not None for call in heard):
         return _by_number(heard, reached, m)
@@ -211,12 +196,11 @@ def microbatches_of(
             f"got {len(chosen)} calls of losses for the term {term} in a step of {m} microbatches, "
             "expected as many: call it for each, with tokens or without"
         )
-    passes = [{number for number, _ in call.gradients} for call in chosen]
-    is_one_pass = len(chosen) > 1 and any(
-        one & other for place, one in enumerate(passes) for other in passes[:place]
-    )
-    if (m is not None and len(chosen) > m) or (m is None and is_one_pass):
-        of = f"in a step of {m} microbatches" if m is not None else "in one backward pass"
+    numbers = [{number for number, _ in call.gradients} for call in chosen]
+    is_one_pass = any(one & other for at, one in enumerate(numbers) for other in numbers[:at])
+    has_more = is_one_pass if m is None else len(chosen) > m
+    if has_more:
+        of = "in one backward pass" if m is None else f"in a step of {m} microbatches"
         raise ContractError(
             f"got {len(chosen)} calls of losses for the term {term} {of}, expected one for each "
             f"microbatch: {_NAMED}"
@@ -232,7 +216,7 @@ def _by_number(heard: Sequence[Call], reached: Sequence[Call], m: int | None) ->
         )
     numbers = [int(call.microbatch or 0) for call in reached or heard]
     found = []
-    for number in range(max(m or 0, max(numbers) + 1)):
+    for number in range(m or max(numbers) + 1):
         its = [call for call in reached if call.microbatch == number]
         found.append(its or [call for call in heard if call.microbatch == number])
     return found
@@ -241,25 +225,24 @@ def _by_number(heard: Sequence[Call], reached: Sequence[Call], m: int | None) ->
 def _settled(calls: Sequence[Call]) -> list[Call]:
     """Let a recomputed call at which gradients arrived stand for the call that it repeats.
 
-    That one had no graph; of several, it is the first with the same shape, mask and lengths.
+    That one had no graph; of several, it is the first to which the same was passed.
     Where no gradient arrived, the graph of the first call is the one that trains.
     """
     heard = [call for call in calls if not call.is_again]
     recomputed = [call for call in calls if call.is_again]
-    is_unheard = not heard and any(call.arrived.passes for call in recomputed)
-    for call in recomputed:
-        # Of losses that were only heard with a graph, those of no token are calls too.
-        is_settled = any(call in (one, one.again) for one in heard)
-        if is_settled or (not call.arrived.passes and (not is_unheard or np.prod(call.shape))):
-            continue
+    trained = [call for call in recomputed if call.arrived.passes]
+    if trained and not heard:  # losses were heard with a graph only
+        return recomputed
+    for call in heard:
+        call.again = None
+    for call in trained:
         left = [
             one
             for one in heard
-            if not (one.has_graph or one.is_again or one.again)
-            and call.microbatch in (None, one.microbatch)
+            if not (one.has_graph or one.again) and call.microbatch in (None, one.microbatch)
         ]
-        if left and not is_unheard:
-            next((one for one in left if one.is_like(call)), left[0]).again = call
+        if left:
+            next((one for one in left if one.passed == call.passed), left[0]).again = call
         else:
-            heard.append(call)  # nothing was heard without a graph
+            heard.append(call)
     return heard

@@ -10,6 +10,11 @@ from typing import Any
 from megatron_lossagg.weigh.compare import Weighed, WeighedSequence
 
 _MOST = 3
+_NUMBERS = (
+    *("tokens", "num_empty", "weight_sum", "unknown", "outside", "missed", "unheard", "zeroed"),
+    *("is_measured", "trains", "nearest", "factor"),
+)
+"""What the object for JSON has of a step as it is."""
 _LEGEND = "  # has a weight, . has none, ! has one outside of the mask, 0 has none in it"
 _READ = (
     "what gradients are multiplied by after the losses could not be measured, for no small "
@@ -77,21 +82,10 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
     """Return an object whose ``sequences`` has one entry per sequence; None is not finite."""
     made = {
         "step": number,
+        **{name: getattr(step, name) for name in _NUMBERS},
         "sizes": dict(step.sizes),
-        "tokens": step.tokens,
-        "num_empty": step.num_empty,
-        "weight_sum": step.weight_sum,
-        "unknown": step.unknown,
-        "outside": step.outside,
-        "missed": step.missed,
         "lacks": dict(step.lacks),
-        "unheard": step.unheard,
-        "zeroed": step.zeroed,
-        "is_measured": step.is_measured,
-        "trains": step.trains,
         "fits": [*step.fits],
-        "nearest": step.nearest,
-        "factor": step.factor,
         "causes": [*step.causes],
         "modes": {name: {"min": low, "max": high} for name, (low, high) in step.modes.items()},
         "sequences": [{"step": number, **asdict(sequence)} for sequence in step.sequences],

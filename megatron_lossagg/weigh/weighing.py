@@ -28,11 +28,19 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.exchange import together
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout, held
-from megatron_lossagg.weigh.compare import TOLERANCE, Part, RankWeights, Weighed, compare
+from megatron_lossagg.weigh.causes import Array, bounds
+from megatron_lossagg.weigh.compare import (
+    TOLERANCE,
+    RankWeights,
+    Weighed,
+    compare,
+    parts_of,
+)
 from megatron_lossagg.weigh.factors import Listening, run_of
 from megatron_lossagg.weigh.listen import (
     Arrived,
     Call,
+    are_losses,
     is_in_backward,
     listening,
     microbatches_of,
@@ -44,8 +52,7 @@ LOSS = "loss"
 """The name of a loss of one term."""
 _SHOWN = 60
 """How long a sequence may be whose positions are shown."""
-_Array = np.ndarray[Any, Any]
-Ids = Sequence[Hashable] | Tensor | _Array
+Ids = Sequence[Hashable] | Tensor | Array
 
 
 class Told(NamedTuple):
@@ -150,7 +157,7 @@ class Weighing:
     def _is_told(self, plan: Any, microbatch: Any, numbers: Any) -> None:
         """Note what a step knows of a microbatch's sequences; -1 is padding. Waits for the device.
 
-        A sequence that weighs 0 is counted by its ``count``; one that is left out is none.
+        A sequence that weighs 0 is counted by what is ``told``; one that is left out is none.
         """
         if is_in_backward():
             return
@@ -161,11 +168,11 @@ class Weighing:
         left = plan.is_left_out_S
         columns = {
             # By default each sequence is a sample of its own.
-            "sample": lambda s: (rank, step, s) if known.sample is None else known.sample[s],
-            "prompt": None if known.prompt is None else known.prompt.__getitem__,
-            "group": None if known.group is None else known.group.__getitem__,
+            "sample": (lambda s: (rank, step, s)) if known.sample is None else known.sample.item,
+            "prompt": None if known.prompt is None else known.prompt.item,
+            "group": None if known.group is None else known.group.item,
             "weight": lambda s: 1.0 if known.sequence_weight is None else known.sequence_weight[s],
-            "count": (known.token_weight_sums if has_weights else plan.active_tokens).__getitem__,
+            "told": (known.token_weight_sums if has_weights else plan.active_tokens).item,
         }
         counts = [s >= 0 and (left is None or not left[s]) for s in places]
         ids = {
@@ -173,10 +180,9 @@ class Weighing:
             for name, of in columns.items()
             if of is not None
         }
-        told = Told(ids)
-        if microbatch is not None:
-            told = Told(ids, microbatch.keep, microbatch.token_weights, microbatch.layout)
-        self._told.append(told)
+        of = microbatch
+        tokens = () if of is None else (of.keep, of.token_weights, of.layout)
+        self._told.append(Told(ids, *tokens))
         self._is_under(aggregation)
 
     def _is_under(self, aggregation: Any) -> None:
@@ -283,36 +289,38 @@ class Weighing:
 
     @property
     def _terms(self) -> list[str]:
-        return [call.term for call in self._calls]
+        return [*dict.fromkeys(call.term for call in self._calls)]
 
     def terms(self) -> dict[str, Weighed]:
         """Compare the weights of each term of the loss, as :meth:`weighed`, by its name."""
         with together(dist.group.WORLD, "call weighed() or terms()") as ranks:
-            of = {term: self.of_this_rank(term) for term in dict.fromkeys(self._terms)}
+            of = {term: self.of_this_rank(term) for term in self._terms}
             ranks.own = next(iter(of.values()), None) or self.of_this_rank(), of
         found: list[tuple[RankWeights, dict[str, RankWeights]]] = ranks.of_ranks
-        counted = [terms for rank, terms in found if rank.counts]
-        names = [*dict.fromkeys(name for terms in counted for name in terms)] or [LOSS]
+        of_ranks = [terms for _, terms in found]
+        names = [*dict.fromkeys(chain(*of_ranks))] or [LOSS]
         # Metrics are reduced as terms are, and have no graph on any rank.
         trained = [
             name
             for name in names
-            if any(terms[name].has_graph for terms in counted if name in terms)
+            if any(terms[name].has_graph for terms in of_ranks if name in terms)
         ]
         of_term = {
             name: [
                 terms.get(
                     name,
                     replace(
-                        rank, parts=[], tolerance=TOLERANCE, unheard=rank.sizes["M"] * rank.counts
+                        rank,
+                        parts=parts_of(0),
+                        tolerance=TOLERANCE,
+                        unheard=rank.sizes["M"] * rank.counts,
                     ),
                 )
                 for rank, terms in found
             ]
             for name in trained or names
         }
-        parts = (part for ranks in of_term.values() for rank in ranks for part in rank.parts)
-        is_any = any(part.tokens for part in parts)
+        is_any = any(rank.parts["tokens"].any() for rank in chain(*of_term.values()))
         training = [(rank, terms) for rank, terms in found if rank.has_gradient]
         is_heard = all(is_any and (terms or not rank.counts) for rank, terms in training)
         return {name: compare(ranks, is_heard=is_heard) for name, ranks in of_term.items()}
@@ -340,32 +348,27 @@ class Weighing:
                 gone=self._parameters.gone,
                 reaching=self._parameters.reaching,
             )
-            for name in dict.fromkeys(self._terms)
+            for name in self._terms
             if counts
         }
         microbatches = of_term.get(term, [])
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
-        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
+        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item()) * counts
         eps = [call.trained.eps for call in chain(*microbatches) if call.gradients]
+        is_told = len(self._told) == len(microbatches)
+        parts = [
+            self._parts(number, calls, is_told=is_told) for number, calls in enumerate(microbatches)
+        ]
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
-            parts=[
-                part
-                for number, calls in enumerate(microbatches)
-                for part in self._parts(number, calls, is_told=len(self._told) == len(microbatches))
-            ],
-            num_tokens=num_tokens if counts else 0,
-            is_divided=num_tokens is not None,
+            parts=np.concatenate([parts_of(0), *parts]),
+            num_tokens=num_tokens,
             is_finalized=bool(self._num_finalized),
             factor=self.run.factor(),
             added=self._parameters.results(),
             counts=counts,
             tolerance=max([TOLERANCE, *eps]),
-            padded={
-                number: sum(int(np.prod(call.trained.shape)) for call in calls)
-                for number, calls in enumerate(microbatches)
-            },
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
             unheard=max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0,
@@ -380,51 +383,52 @@ class Weighing:
         if num_tokens is not None:
             self._num_tokens = num_tokens.detach().clone()  # summed over ranks in place
 
-    def _parts(self, number: int, calls: Sequence[Call], *, is_told: bool) -> list[Part]:
+    def _parts(self, number: int, calls: Sequence[Call], *, is_told: bool) -> Array:
         """Sum a microbatch's weights per sequence, of the tokens that this rank holds."""
-        parts: list[Part] = []
-        first = 0
+        found, first = [parts_of(0)], 0
         told = self._told[number] if is_told else None
         lengths = [() if one.trained.lengths is None else one.trained.lengths for one in calls]
-        total = sum(map(len, lengths)) if len(calls) > 1 else 0
+        total = sum(map(len, lengths))
         for call in calls:
-            found, num_sequences = self._parts_of(number, call, first, told, total)
-            parts, first = parts + found, first + num_sequences
+            parts, num_sequences = self._parts_of(call, first, told, total)
+            found, first = [*found, parts], first + num_sequences
+        parts = np.concatenate(found)
+        parts["microbatch"] = number
+        parts["padded"] = sum(int(np.prod(call.trained.shape)) for call in calls)
         return parts
 
-    def _parts_of(
-        self, number: int, call: Call, first: int, told: Told | None, total: int
-    ) -> tuple[list[Part], int]:
+    def _parts_of(self, call: Call, first: int, told: Told | None, total: int) -> tuple[Array, int]:
         """Return the parts of a call, and how many sequences it has.
 
-        ``first``: of its first; ``total``: how many all calls of the microbatch have, 0 if it is
-        alone.
+        ``first``: of its first; ``total``: how many all calls of the microbatch have, 0 if their
+        lengths were not passed.
         """
         heard, run = call.trained, self.run.of_microbatch(call.cp_group)
         num_tokens = int(np.prod(heard.shape))
         if heard.lengths is not None:
             num_sequences = len(heard.lengths)
             segments, allows_tail = np.repeat(np.arange(num_sequences), heard.lengths), False
-            held_G = range(num_sequences)
+            held_G = np.arange(num_sequences)
         else:
             layout = run.layout(heard.shape, heard.cu_seqlens)
             segments = np.repeat(layout.segment_R, layout.length_R)
             num_sequences, allows_tail = layout.num_segments, layout.allows_tail
-            held_G = np.unique(segments).tolist()
+            held_G = np.unique(segments)
         num_held = len(segments)
         if num_held > num_tokens or (num_held < num_tokens and not allows_tail):
             raise ContractError(
                 f"got losses of {num_tokens} tokens, expected {num_held}, which this rank holds of "
                 "the sequences: pass whole offsets with padding, or the lengths here"
             )
-        for kind, of in (heard.ids or call.ids).items():
+        ids = heard.ids
+        for kind, of in ids.items():
             if len(of) != num_sequences:
                 raise ContractError(
                     f"got {kind} of {len(of)} sequences, expected {num_sequences}, as the call of "
                     "losses has: pass one for each, and None for padding"
                 )
         mask = heard.mask if heard.mask is not None else call.mask
-        values, ids = heard.token_weights, heard.ids or call.ids
+        values = heard.token_weights
         if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
             ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
             mask = told.for_losses(told.keep, num_held, 0) if mask is None else mask
@@ -435,7 +439,7 @@ class Weighing:
         weight_T, arrived = np.zeros(num_tokens), [gradient for _, gradient in call.gradients]
         if arrived:
             weight_T = weights_of([one.cpu() for one in arrived], scale, torch.float64).numpy()
-        if (past := int((weight_T[num_held:] != 0).sum())) > 0:
+        if past := int((weight_T[num_held:] != 0).sum()):
             raise ContractError(
                 f"got {past} trained tokens past the last sequence, expected none: pass the "
                 "offsets of all sequences, cu_seqlens"
@@ -445,109 +449,64 @@ class Weighing:
         value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
         # What is left out, or padding, weighs 0.
         omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
-        sums = _Sums(weight_T, in_mask_T, segments, value_T, omega_G)
-        has_values = values is not None or bool((omega_G != 1).any())
-        shown = sums.shortest() if run.place.sizes["CP"] == 1 else None
-        parts = [
-            Part(
-                dp_rank=run.place.dp_rank,
-                cp_rank=run.place.cp_rank,
-                microbatch=number,
-                sequence=first + segment,
-                name=heard.names[segment] if heard.names and segment < len(heard.names) else "",
-                shown=sums.shown(segment) if segment == shown else "",
-                **sums.of(segment, has_values=has_values),
-                **{kind: _id_of(ids, kind, segment) for kind in ("sample", "prompt", "group")},
-                told=_id_of(ids, "count", segment),
-            )
-            for segment in held_G
-        ]
-        return parts, num_sequences
-
-
-def _id_of(ids: Mapping[str, Sequence[Any]], kind: str, sequence: int) -> Any:
-    """Return what is known of a sequence; None if it is not."""
-    of_kind = ids.get(kind, ())
-    found = of_kind[sequence] if sequence < len(of_kind) else None
-    return found.item() if isinstance(found, np.generic) else found
-
-
-class _Sums:
-    """Sums over the tokens of each sequence of a call.
-
-    ``value_T``, ``omega_G``: what a token and a sequence weigh in the loss.
-    """
-
-    def __init__(
-        self,
-        weight_T: _Array,
-        in_mask_T: _Array,
-        segment_T: _Array,
-        value_T: _Array,
-        omega_G: _Array,
-    ) -> None:
-        own_T = value_T * omega_G[segment_T]
-        self._weight_T, self._segment_T = weight_T, segment_T
-        self._in_mask_T = in_mask_T = in_mask_T & (own_T != 0)
-        has_T, size = weight_T != 0, max(len(omega_G), 1)
-        of, n_G = segment_T[has_T], np.bincount(segment_T[has_T], minlength=size)
-
-        def bounds(values_T: _Array) -> tuple[_Array, _Array]:
-            smallest, largest = np.full(size, np.inf), np.full(size, -np.inf)
-            with np.errstate(invalid="ignore"):  # 0 / 0 in the script's loss
-                np.minimum.at(smallest, of, values_T)
-                np.maximum.at(largest, of, values_T)
-            return np.where(n_G > 0, smallest, 0.0), np.where(n_G > 0, largest, 0.0)
-
-        smallest, largest = bounds(weight_T[has_T])
-        self._columns = {
-            "tokens": n_G,
-            "weight_sum": np.bincount(of, weight_T[has_T], minlength=size),
-            "weight_min": smallest,
-            "weight_max": largest,
-            "outside": np.bincount(segment_T[has_T & ~in_mask_T], minlength=size),
-            "missed": np.bincount(segment_T[in_mask_T & ~has_T], minlength=size),
-            "length": np.bincount(segment_T, minlength=size),
-        }
-        self._n_G = np.bincount(of, value_T[has_T], minlength=size)
-        with np.errstate(divide="ignore"):  # a token that should weigh nothing
-            self._bounds = bounds(weight_T[has_T] / own_T[has_T])
-
-    def of(self, segment: int, *, has_values: bool) -> dict[str, Any]:
-        """Return the sums of a sequence; ``has_values``: if not all tokens weigh 1 in the loss."""
-        found = {name: values[segment].item() for name, values in self._columns.items()}
-        if has_values:
-            low, high = (values[segment].item() for values in self._bounds)
-            found |= {"n": self._n_G[segment].item(), "bounds": (low, high)}
-        return found
-
-    def shortest(self) -> int | None:
-        """Return the shortest sequence of which not every token has a weight, if it is short.
-
-        One that differs from the mask, if there is one.
-        """
-        columns = self._columns
-        differs = columns["outside"] + columns["missed"] > 0
-        able = (columns["tokens"] > 0) & (columns["tokens"] < columns["length"]) | differs
-        able &= columns["length"] <= _SHOWN
-        able &= differs | ~(able & differs).any()
-        return int(np.where(able, columns["length"], _SHOWN + 1).argmin()) if able.any() else None
-
-    def shown(self, segment: int) -> str:
-        """Return a sign for each position."""
-        here = self._segment_T == segment
-        signs = np.where(self._in_mask_T[here], "0", ".")
-        signs = np.where(
-            self._weight_T[here] != 0, np.where(self._in_mask_T[here], "#", "!"), signs
+        own_T = value_T * omega_G[segments]
+        in_mask_T = in_mask_T & (own_T != 0)
+        parts = parts_of(
+            num_sequences,
+            dp_rank=run.place.dp_rank,
+            cp_rank=run.place.cp_rank,
+            sequence=first + np.arange(num_sequences),
+            name=[*(heard.names or ()), *[""] * num_sequences][:num_sequences],
+            **_sums(weight_T, in_mask_T, segments, value_T, own_T, num_sequences),
+            **{kind: of for kind, of in ids.items() if kind != "weight"},
         )
-        return "".join(signs)
+        if run.place.sizes["CP"] == 1 and (shortest := _shortest(parts)) is not None:
+            here = segments == shortest
+            parts["shown"][shortest] = _signs(weight_T[here] != 0, in_mask_T[here])
+        return parts[held_G], num_sequences
 
 
-def are_losses(losses: Any) -> bool:
-    """Whether something can be the losses of tokens."""
-    return (
-        isinstance(losses, Tensor) and losses.dim() in (1, 2) and bool(losses.is_floating_point())
-    )
+def _sums(
+    weight_T: Array, in_mask_T: Array, segment_T: Array, value_T: Array, own_T: Array, size: int
+) -> dict[str, Array]:
+    """Sum over the tokens of each sequence of a call; columns of ``PART``, ``[G]``.
+
+    ``value_T``, ``own_T``: what a token weighs in the loss, without and with its sequence.
+    """
+    has_T = weight_T != 0
+    of, weight = segment_T[has_T], weight_T[has_T]
+    smallest, largest = bounds(of, weight, size)
+    with np.errstate(divide="ignore"):  # a token that should weigh nothing
+        lowest, highest = bounds(of, weight / own_T[has_T], size)
+    return {
+        "tokens": np.bincount(of, minlength=size),
+        "weight_sum": np.bincount(of, weight, minlength=size),
+        "weight_min": smallest,
+        "weight_max": largest,
+        "lowest": lowest,
+        "highest": highest,
+        "n": np.bincount(of, value_T[has_T], minlength=size),
+        "outside": np.bincount(segment_T[has_T & ~in_mask_T], minlength=size),
+        "missed": np.bincount(segment_T[in_mask_T & ~has_T], minlength=size),
+        "length": np.bincount(segment_T, minlength=size),
+    }
+
+
+def _shortest(parts: Array) -> int | None:
+    """Return the shortest sequence of which not every token has a weight, if it is short.
+
+    One that differs from the mask, if there is one.
+    """
+    differs = parts["outside"] + parts["missed"] > 0
+    able = (parts["tokens"] > 0) & (parts["tokens"] < parts["length"]) | differs
+    able &= parts["length"] <= _SHOWN
+    able &= differs | ~(able & differs).any()
+    return int(np.where(able, parts["length"], _SHOWN + 1).argmin()) if able.any() else None
+
+
+def _signs(has_T: Array, in_mask_T: Array) -> str:
+    """Return a sign for each position."""
+    return "".join(np.where(in_mask_T, np.where(has_T, "#", "0"), np.where(has_T, "!", ".")))
 
 
 def _checked(losses: Any, values: Tensor | None, what: str) -> Tensor | None:
@@ -577,9 +536,9 @@ def _of_shape(values: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
     return values.detach()
 
 
-def _numpy(values: Tensor) -> _Array:
+def _numpy(values: Tensor) -> Array:
     """Return numbers per token, ``[T]``; waits for the device."""
-    found: _Array = values.detach().reshape(-1).double().cpu().numpy()
+    found: Array = values.detach().reshape(-1).double().cpu().numpy()
     return found
 
 

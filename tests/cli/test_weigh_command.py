@@ -4,13 +4,14 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet, drawn, figure_of
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.weigh.compare import Part, RankWeights, compare
+from megatron_lossagg.weigh.compare import RankWeights, compare, parts_of
 
 
 @pytest.mark.parametrize("option", ["--at", "--steps"])
@@ -69,25 +70,16 @@ def weighed(*weights, num_empty=0, m=1, tokens=None):
 
     Or all of them ``tokens``, each in one of ``m`` microbatches.
     """
-    parts = [
-        Part(
-            dp_rank=0,
-            cp_rank=0,
-            microbatch=number % m,
-            sequence=number,
-            tokens=tokens or 2 * number + 2,
-            weight_sum=(tokens or 2 * number + 2) * w,
-            weight_min=w,
-            weight_max=w,
-            sample=number,
-        )
-        for number, w in enumerate(weights)
-    ]
-    nothing = {"tokens": 0, "weight_sum": 0.0, "weight_min": 0.0, "weight_max": 0.0}
-    parts += [
-        Part(dp_rank=0, cp_rank=0, microbatch=1, sequence=number, sample=-1 - number, **nothing)
-        for number in range(num_empty)
-    ]
+    w, number = np.array(weights), np.arange(len(weights))
+    n = 2 * number + 2 if tokens is None else np.full(len(weights), tokens)
+    ends = dict.fromkeys(("weight_min", "weight_max", "lowest", "highest"), w)
+    columns = {"tokens": n, "n": n, "length": n, "weight_sum": n * w, **ends}
+    parts = parts_of(
+        len(weights), microbatch=number % m, sequence=number, sample=number.tolist(), **columns
+    )
+    number = np.arange(num_empty)
+    empty = parts_of(num_empty, microbatch=1, sequence=number, sample=(-1 - number).tolist())
+    parts = np.concatenate([parts, empty])
     sizes = {"M": m, "DP": 1, "CP": 1, "TP": 1, "PP": 1}
     place = {
         "sizes": sizes,
@@ -95,7 +87,7 @@ def weighed(*weights, num_empty=0, m=1, tokens=None):
         "is_finalized": True,
         "tolerance": 1e-4,
     }
-    return compare([RankWeights(**place, parts=parts, num_tokens=None, is_divided=False)])
+    return compare([RankWeights(**place, parts=parts, num_tokens=None)])
 
 
 @pytest.fixture

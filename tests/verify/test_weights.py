@@ -43,9 +43,10 @@ def weighed(slope_Y):
             for place, index in enumerate(packed):
                 total = float(slope_Y[starts[index] : starts[index + 1]].sum())
                 if total:
-                    bounds = {"weight_sum": total, "weight_min": total, "weight_max": total}
+                    weights = ("weight_sum", "weight_min", "weight_max", "lowest", "highest")
                     place_of = {"dp_rank": rank, "microbatch": microbatch, "sequence": place}
-                    found.append(WeighedSequence(**place_of, tokens=1, **bounds))
+                    columns = {**place_of, **dict.fromkeys(weights, total)}
+                    found.append(WeighedSequence(**columns, tokens=1, n=1))
     return found
 
 

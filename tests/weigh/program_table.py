@@ -78,6 +78,7 @@ def run(one):
     said = " ".join(str(step).split())
     assert (step.trains, bool(step.unknown)) == (one.trains, not one.is_known), said
     assert one.says in said, said
+    assert bool(step.zeroed) == ("left out: calls of losses" in one.says), said
     assert json.loads(json.dumps(as_json(step, number=1)))["trains"] == step.trains
     assert step.is_measured == one.is_measured, said
     assert not one.is_known or ("could not be measured" in said) != one.is_measured

@@ -293,9 +293,13 @@ def gpt(
     def forward_step(iterator, model):
         tokens = next(iterator)
         positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
-        losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
-        losses = weighing.losses(losses)
-        return losses, lambda x: (x.sum(), torch.tensor(x.numel(), dtype=torch.int), {})
+        made = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+
+        def loss_func(losses):  # on the last stage
+            losses = weighing.losses(losses)
+            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
+
+        return made, loss_func
 
     random = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     batches = [torch.randint(2, 16, of, generator=random) for of in shapes]
@@ -318,6 +322,7 @@ MEANS = {"per_token": False, "trains": "microbatch_token_mean"}
 gpt_row("per-token")
 gpt_row("average", **MEANS)
 gpt_row("TP 2", on=2, sizes={"tensor_model_parallel_size": 2})
+gpt_row("PP 2", on=2, sizes={"pipeline_model_parallel_size": 2})
 SP = {"sizes": {"tensor_model_parallel_size": 2}, "sequence_parallel": True}
 gpt_row("TP 2, sequence parallel", on=2, **SP)
 gpt_row("TP 2, sequence parallel, average", on=2, **SP, **MEANS)
@@ -465,15 +470,16 @@ def two_terms():
 
 
 @row("an evaluation before and after", trains="token_mean")
-def evaluations(num_microbatches=toy.M):
+def evaluations(num_microbatches=toy.M, is_numbered=False):
     def listen(weighing, chunk, mine, m, found):
-        def heard():
-            return weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine))
+        def heard(number):
+            of = {"microbatch": number} if is_numbered else {}
+            return weighing.losses(chunk(toy.tokens_of(mine)), lengths=toy.lengths_of(mine), **of)
 
         with torch.no_grad():
-            heard()
-        scaled(heard().sum(), found).backward()
-        heard()  # a metric that keeps its graph
+            heard(m + 1)
+        scaled(heard(m).sum(), found).backward()
+        heard(m)  # a metric that keeps its graph
 
     return loop(listen, num_microbatches=num_microbatches)
 
@@ -481,9 +487,16 @@ def evaluations(num_microbatches=toy.M):
 row("an evaluation before and after, M not passed", trains="token_mean")(
     partial(evaluations, num_microbatches=None)
 )
+row("evaluations, numbered, M not passed", trains="token_mean", says="sequences, M 2")(
+    partial(evaluations, num_microbatches=None, is_numbered=True)
+)
 
 
-@row("a step that was repeated after an error", trains="token_mean")
+@row(
+    "a step that was repeated after an error",
+    trains="token_mean",
+    says="left out: calls of losses, 1 on a rank",
+)
 def repeated(**more):
     def listen(weighing, chunk, mine, m, found):
         for _ in range(2 if m == 0 else 1):

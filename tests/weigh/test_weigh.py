@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from conftest import each_check
 
 from megatron_lossagg.weigh.causes import Explanation, equal_to, likely
-from megatron_lossagg.weigh.compare import Part, RankWeights, compare
+from megatron_lossagg.weigh.compare import RankWeights, compare, parts_of
 from megatron_lossagg.weigh.report import as_json, text
 
 output_of_dp2, test_dp2 = each_check("weigh/weigh_worker.py", processes=2)
@@ -19,20 +20,29 @@ LENGTHS = ((3, 5), (4,))
 """Tokens of the sequences of two microbatches of one rank."""
 
 
+def weighing(low, tokens, high=None, **more):
+    """Return parts of one microbatch with the tokens, whose weights are ``low`` to ``high``."""
+    low, tokens = np.array(low, float), np.broadcast_to(tokens, len(low))
+    high = low if high is None else np.array(high, float)
+    columns = {"weight_min": low, "weight_max": high, "lowest": low, "highest": high}
+    columns |= {"weight_sum": tokens * (low + high) / 2, "n": tokens, "length": tokens}
+    return parts_of(len(low), tokens=tokens, sequence=range(len(low)), **columns, **more)
+
+
+def placed(parts, places):
+    """Put parts into microbatches; ``places``: the microbatch and the number of each."""
+    parts["microbatch"], parts["sequence"] = np.array(places).T
+    return parts
+
+
 def ranks(weight, **more):
     """Return one rank whose tokens weigh ``weight(n_mb, n)``: of a microbatch, of a sequence."""
-    parts = []
-    for microbatch, lengths in enumerate(LENGTHS):
-        for sequence, n in enumerate(lengths):
-            w = weight(sum(lengths), n)
-            bounds = {"weight_sum": n * w, "weight_min": w, "weight_max": w}
-            place = {"dp_rank": 0, "cp_rank": 0, "microbatch": microbatch, "sequence": sequence}
-            parts.append(Part(**place, tokens=n, **bounds))
+    places = [(m, s) for m, lengths in enumerate(LENGTHS) for s in range(len(lengths))]
+    w = [weight(sum(LENGTHS[m]), LENGTHS[m][s]) for m, s in places]
     one = RankWeights(
         sizes={"M": 2, "DP": 1, "CP": 1, "TP": 1, "PP": 1},
-        parts=parts,
+        parts=placed(weighing(w, [LENGTHS[m][s] for m, s in places]), places),
         num_tokens=None,
-        is_divided=False,
         is_finalized=True,
         counts=True,
         tolerance=1e-4,
@@ -60,12 +70,8 @@ def test_each_mode_is_recognised_by_its_weights(mode, weight):
 def with_empty(weight, *places):
     """Return the rank of ``ranks``, which also holds sequences without a token at (mb, number)."""
     (one,) = ranks(weight)
-    last = one.parts[-1]
-    empty = [
-        replace(last, microbatch=m, sequence=s, tokens=0, weight_sum=0, weight_min=0, weight_max=0)
-        for m, s in places
-    ]
-    return [replace(one, parts=[*one.parts, *empty])]
+    empty = placed(parts_of(len(places)), places)
+    return [replace(one, parts=np.concatenate([one.parts, empty]))]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +94,8 @@ def test_a_number_of_empty_sequences_that_nobody_told_is_a_hint_only(weight, mod
 @pytest.mark.parametrize("b", [3, 5])
 def test_empty_samples_are_counted_or_not_where_their_ids_are_known(times, b):
     (one,) = with_empty(lambda n_mb, n: times / (b * n), (0, 2), (1, 1), (1, 2))
-    ids = ["a", "b", "c", "d", "e", None]  # the last one is padding
-    parts = [replace(part, sample=name) for part, name in zip(one.parts, ids, strict=True)]
-    step = compare([replace(one, parts=parts)])
+    one.parts["sample"] = ["a", "b", "c", "d", "e", None]  # the last one is padding
+    step = compare([one])
     name = "sample_mean" if b == 5 else "sample_mean without its 2 empty"
     assert step.factors[name] == pytest.approx(times)
     assert step.fits_mode("sample_mean") == (times == 1)
@@ -126,12 +131,8 @@ def test_a_factor_of_the_sizes_may_be_a_count_of_empty_sequences_and_is_not_trai
 def test_in_a_large_step_a_factor_is_no_count_unless_it_is_one_to_six_digits(factor, k):
     v, n = 4096, [3, 5]
     w = [factor / (v * n[number % 2]) for number in range(v)]
-    parts = [
-        replace(one, tokens=n[number % 2], weight_sum=n[number % 2] * w[number])
-        for number, one in enumerate(parts_of(*zip(w, w, strict=True)))
-    ]
-    nothing = {"tokens": 0, "weight_sum": 0.0, "weight_min": 0.0, "weight_max": 0.0}
-    parts += [replace(parts[0], microbatch=1, sequence=number, **nothing) for number in range(1024)]
+    empty = parts_of(1024, microbatch=1, sequence=range(1024))
+    parts = np.concatenate([weighing(w, n * (v // 2)), empty])
     (one,) = ranks(lambda n_mb, n: 1.0)
     step = compare([replace(one, parts=parts)])
     hint = f"or sample_mean, if B counts {k} of 1024 empty sequences: pass sample="
@@ -148,17 +149,17 @@ def test_tokens_that_are_all_weighed_with_0_train_nothing():
 
 
 def test_num_tokens_divide_what_was_measured():
-    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=12, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=12))
     assert step.trains == "token_mean"
 
 
 def test_a_step_without_num_tokens_is_named():
-    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=0, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 1.0, num_tokens=0))
     assert step.causes == ("num_tokens is 0: finalize divides by nothing",)
 
 
 def test_a_loss_function_that_divides_by_itself_needs_no_num_tokens():
-    step = compare(ranks(lambda n_mb, n: 1 / 12, num_tokens=0, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 1 / 12, num_tokens=0))
     assert (step.trains, [*step.causes]) == ("token_mean", [])
 
 
@@ -192,12 +193,7 @@ def test_microbatches_without_a_token_are_means_too():
 def test_of_all_causes_those_with_the_fewest_factors_are_named():
     """Three of four means have 4 tokens each, of a sequence: B/(M CP) of a token mean too."""
     (one,) = ranks(lambda n_mb, n: 1.0)
-    bounds = {"weight_sum": 1 / 4, "weight_min": 1 / 16, "weight_max": 1 / 16}
-    places = [(0, 0, 0), (0, 1, 1), (1, 0, 0)]
-    parts = [
-        replace(one.parts[0], microbatch=m, sequence=s, cp_rank=cp, tokens=4, **bounds)
-        for m, s, cp in places
-    ]
+    parts = placed(weighing([1 / 16] * 3, 4, cp_rank=[0, 1, 0]), [(0, 0), (0, 1), (1, 0)])
     step = compare([replace(one, parts=parts, sizes={**one.sizes, "CP": 2})])
     assert step.trains is None
     where = "microbatch and context-parallel rank"
@@ -210,7 +206,8 @@ def of_two_ranks(weight):
     sequences_of = {sum(lengths): len(lengths) for lengths in LENGTHS}
     (one,) = ranks(lambda n_mb, n: weight(n_mb, sequences_of[n_mb], n))
     first = replace(one, sizes={**one.sizes, "DP": 2})
-    second = [replace(part, dp_rank=1) for part in one.parts[:2]]
+    second = one.parts[:2].copy()
+    second["dp_rank"] = 1
     return [first, replace(first, parts=second)]  # of two and of one microbatch
 
 
@@ -238,11 +235,8 @@ def test_means_of_samples_and_of_all_ranks_are_named(weight, cause):
 
 def test_means_of_data_parallel_ranks_are_named():
     first, second = of_two_ranks(lambda n_mb, b_mb, n: 1 / (2 * 12))
-    means = [
-        replace(part, weight_min=1 / 16, weight_max=1 / 16, weight_sum=part.tokens / 16)
-        for part in second.parts
-    ]
-    step = compare([first, replace(second, parts=means)])
+    second = replace(second, parts=weighing([1 / 16] * 2, LENGTHS[0], dp_rank=1))
+    step = compare([first, second])
     assert step.causes == ("a mean of one token mean per data-parallel rank",)
 
 
@@ -258,8 +252,7 @@ def test_a_rank_that_heard_fewer_microbatches_does_not_say_how_many_there_are(fe
 
 def test_ranks_with_unequal_numbers_of_microbatches_have_each_its_own():
     both = of_two_ranks(lambda n_mb, b_mb, n: 1 / (4 * 2 * n_mb))
-    parts = [replace(p, weight_min=1 / 16, weight_max=1 / 16, weight_sum=p.tokens / 16)
-             for p in both[1].parts]  # fmt: skip
+    parts = weighing([1 / 16] * 2, LENGTHS[0], dp_rank=1)
     first = replace(both[0], sizes={**both[0].sizes, "M": 4})
     second = replace(both[1], sizes={**both[1].sizes, "M": 1}, parts=parts)
     step = compare([first, second])
@@ -278,7 +271,7 @@ def test_negative_weights_are_a_factor_on_the_mode_whose_form_they_have(mode, we
 
 
 def test_a_step_without_a_trained_token_trains_nothing():
-    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=[])])
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of(0))])
     assert (step.trains, step.causes) == (None, ())
     assert "trains nothing" in text(step, number=1)
 
@@ -310,41 +303,23 @@ def test_the_quotients_with_the_fewest_factors_are_named(factor, only_products, 
     assert equal_to(factor, sizes, {"N": 6}, **rest) == names
 
 
-def parts_of(*bounds):
-    """Return sequences of 4 tokens, of which the weights have these bounds."""
-    return [
-        Part(
-            dp_rank=0,
-            cp_rank=0,
-            microbatch=0,
-            sequence=number,
-            tokens=4,
-            weight_sum=2 * (low + high),
-            weight_min=low,
-            weight_max=high,
-        )
-        for number, (low, high) in enumerate(bounds)
-    ]
-
-
 def test_all_modes_that_a_step_cannot_tell_apart_are_named():
-    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((1 / 8, 1 / 8), (1 / 8, 1 / 8)))
+    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=weighing([1 / 8] * 2, 4))
     step = compare([replace(one, sizes={**one.sizes, "M": 1})])
     assert step.trains == "token_mean"
     assert [*step.fits] == ["token_mean", "sample_mean", "microbatch_token_mean"]
     assert "trains token_mean, and so sample_mean" in step.verdict
 
 
-@pytest.mark.parametrize("bounds", [(0.0, 0.1), (-0.1, 0.3)])
-def test_weights_inside_a_sequence_that_differ_in_sign_are_infinitely_apart(bounds):
-    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of(bounds))])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.1), (-0.1, 0.3)])
+def test_weights_inside_a_sequence_that_differ_in_sign_are_infinitely_apart(low, high):
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=weighing([low], 4, [high]))])
     assert step.inside == float("inf")
     assert "one sequence, token to token" in text(step)
 
 
 def test_a_sequence_is_reported_by_its_name_within_80_columns():
-    weights = (1 / 8, 1 / 4)
-    parts = [replace(one, name="u" * 90) for one in parts_of(*((w, w) for w in weights))]
+    parts = weighing([1 / 8, 1 / 4], 4, name=["u" * 90] * 2)
     step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts)])
     assert [one.name for one in step.sequences] == ["u" * 90] * 2
     lines = text(step).splitlines()
@@ -355,14 +330,14 @@ def test_a_sequence_is_reported_by_its_name_within_80_columns():
 
 
 def test_weights_that_are_not_finite_are_named_and_none_in_the_object():
-    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((float("nan"),) * 2))])
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=weighing([np.nan], 4))])
     assert step.trains is None
     assert step.causes[0].startswith("weights of 1 sequences are not finite")
     json.dumps(as_json(step, number=1), allow_nan=False)
 
 
 def test_an_infinite_weight_is_no_factor():
-    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts_of((0.125, float("inf"))))
+    one = replace(ranks(lambda n_mb, n: 1.0)[0], parts=weighing([0.125], 4, [np.inf]))
     assert compare([one]).factor is None
 
 
@@ -373,7 +348,7 @@ def test_a_step_that_was_not_finalized_trains_no_mode_that_is_known():
 
 
 def test_num_tokens_need_not_be_integers():
-    step = compare(ranks(lambda n_mb, n: 0.5 / 12, num_tokens=0.5, is_divided=True))
+    step = compare(ranks(lambda n_mb, n: 0.5 / 12, num_tokens=0.5))
     assert step.trains == "token_mean"
 
 

@@ -131,10 +131,11 @@ def check_a_loss_that_is_recomputed_is_weighed_once():
                 for loss in losses if order == "first" else ():
                     loss.backward()
                 chunk.config.finalize_model_grads_func([chunk], None)
+            weighing.of_this_rank()  # and again, as of each of two terms
             parts = weighing.of_this_rank().parts
-            found = [(part.microbatch, part.sequence, part.tokens) for part in parts]
+            found = parts[["microbatch", "sequence", "tokens"]].tolist()
             assert found == [(0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 1, 4)]
-            assert {round(part.weight_sum * 4, 9) for part in parts} == {1}
+            assert {*(parts["weight_sum"] * 4).round(9)} == {1}
 
 
 def check_a_microbatch_without_a_graph_takes_no_others_recomputation():
@@ -148,7 +149,7 @@ def check_a_microbatch_without_a_graph_takes_no_others_recomputation():
         weighing.losses(chunk(torch.arange(2)).detach(), lengths=[2])
         recomputed(loss_of, [True])(torch.arange(4).double().requires_grad_()).backward()
         chunk.config.finalize_model_grads_func([chunk], None)
-    found = [(one.microbatch, one.sequence, one.tokens) for one in weighing.of_this_rank().parts]
+    found = weighing.of_this_rank().parts[["microbatch", "sequence", "tokens"]].tolist()
     assert found == [(0, 0, 0), (1, 0, 3), (1, 1, 1)]
 
 
@@ -168,9 +169,9 @@ def check_a_microbatch_of_no_token_is_one_where_only_the_recomputation_is_heard(
         for n in (0, 4):
             recomputed(loss_of, [True])(torch.arange(n).double().requires_grad_()).backward()
         chunk.config.finalize_model_grads_func([chunk], None)
-    found = [(one.microbatch, one.tokens) for one in weighing.of_this_rank().parts]
+    found = weighing.of_this_rank().parts[["microbatch", "tokens"]].tolist()
     assert found == [(0, 0), (1, 4)]
-    assert not weighing.of_this_rank("clipped").parts
+    assert not len(weighing.of_this_rank("clipped").parts)
 
 
 def check_tokens_are_counted_on_one_of_the_tensor_parallel_ranks():
@@ -305,7 +306,7 @@ def check_a_mask_of_any_dtype_is_taken_and_of_another_size_refused():
     with weighing:
         mask = torch.ones(4, dtype=torch.bfloat16)
         weighing.losses(chunk(torch.arange(4)), mask, lengths=[4]).sum().backward()
-    assert weighing.of_this_rank().parts[0].tokens == 4
+    assert [*weighing.of_this_rank().parts["tokens"]] == [4]
 
 
 def check_trained_tokens_past_the_last_sequence_are_refused():
@@ -341,7 +342,7 @@ def check_a_loss_in_pieces_is_one_microbatch_and_one_without_a_call_has_no_token
         three = weighing.losses(three, lengths=[6], microbatch=2)
         (one.sum() + two.sum() + three.sum()).backward()
     parts = weighing.of_this_rank().parts
-    found = [(part.microbatch, part.sequence, part.name, part.tokens) for part in parts]
+    found = parts[["microbatch", "sequence", "name", "tokens"]].tolist()
     assert found == [(0, 0, "a", 3), (0, 1, "b", 1), (0, 2, "c", 2), (2, 0, "", 6)]
     assert weighing.of_this_rank().sizes["M"] == 3
 
