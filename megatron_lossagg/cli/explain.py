@@ -16,7 +16,6 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +40,7 @@ from megatron_lossagg.cli.explanation import (
     read_lengths,
     with_own_flags,
 )
-from megatron_lossagg.cli.files import check_outputs, write_whole
+from megatron_lossagg.cli.files import check_outputs, import_from_here, write_whole
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.modes import ALIASES, MODES
@@ -165,8 +164,7 @@ def _add_split(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
     check_outputs({"--json": args.json})
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # of a weights function, as python -m has it
+    import_from_here()  # a weights function
     given = {name: getattr(args, name) for name in _OF_A_SPLIT if getattr(args, name) is not None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)

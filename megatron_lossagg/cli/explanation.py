@@ -205,6 +205,8 @@ def explain(
     :class:`LossAggregationError` for an unknown mode, and for sequences or sizes that do not
     describe a step.
     """
+    if not (name or weights):
+        raise LossAggregationError("got no MODE: give one of those that --list prints")
     if name == CUSTOM:
         raise LossAggregationError(
             "custom has no formula to explain: its loss is what the factory of "

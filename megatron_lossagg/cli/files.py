@@ -1,15 +1,19 @@
 """What a command writes: whole or not at all, and never over what it reads; and what it needs.
 
+Beside it, what several commands read in one way: modules of the current folder, a time limit.
+
 An extra of this package installs the packages that only some commands need.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import combinations
@@ -17,6 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.errors import LossAggregationError
+
+
+def import_from_here() -> None:
+    """Let modules of the current folder be imported, as ``python -m`` does."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def seconds(text: str) -> float:
+    """Read the value of ``--timeout``."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
 
 
 class OutputError(LossAggregationError, ValueError):

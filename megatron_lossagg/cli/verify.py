@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import megatron_lossagg
 from megatron_lossagg.cli import verify_loss
-from megatron_lossagg.cli.files import check_outputs, write_whole
+from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_whole
 from megatron_lossagg.cli.verify_report import Report, finite, markdown, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError, say
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f}), and the "
         f"checks of --framework (default {TIMEOUT:.0f})",
@@ -122,8 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
     launcher = _launcher()
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
+    import_from_here()  # as the processes that are started do
     if args.loss_func is not None:
         return verify_loss.run(args, _given(args) | ({"launcher": ""} if launcher else {}))
     if args.batch is not None:

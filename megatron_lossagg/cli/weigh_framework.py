@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lossagg.cli.files import check_outputs, write_whole
+from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_whole
 from megatron_lossagg.errors import LossAggregationError, say
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--dp", type=int, default=2, metavar="N", help="data-parallel ranks")
     options.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel ranks")
     options.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help=argparse.SUPPRESS
+        "--timeout", type=seconds, default=TIMEOUT, metavar="SECONDS", help=argparse.SUPPRESS
     )
 
 
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             f"got {aggregation.mode} with --framework, expected a mode with a formula: choose one"
         )
     layout = layout_of(args.dp, args.cp)
+    import_from_here()  # as the processes that are started do
     check_installed(args.framework)
     check_outputs({"--json": args.json})
     steps: list[Event] = []
@@ -117,10 +118,12 @@ def _text(event: Mapping[str, Any]) -> str:
     """Return the reports of a step's terms."""
     begins = f"under {event['trained']} of ours"
     if not event["is_ours"]:
-        begins = f"setting {event['trained']}, whose name promises {event['wanted']}"
+        begins = f"setting {event['trained']}, to be compared with {event['wanted']}"
     lines = [f"--- {begins} ---"]
     for name, term in _trained_terms(event).items():
-        lines += [f"term {name}", term["report"], ""]
+        factor = term["coefficient"]
+        times = "" if factor in (None, 1.0) else f", times its coefficient {factor:g}"
+        lines += [f"term {name}{times}", term["report"], ""]
     return "\n".join(lines)
 
 

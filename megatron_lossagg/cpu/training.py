@@ -178,7 +178,8 @@ def install_training() -> None:
     if found is None:
         raise ContractError(
             "megatron.training cannot be found, expected a Megatron-LM checkout: run in its "
-            "folder, or put it on PYTHONPATH"
+            "folder, or put it on PYTHONPATH; a loop of your own makes a LossAggregator, or a "
+            "Weighing"
         )
     absent = _triton_while_importing()
     install()

@@ -268,7 +268,12 @@ class Aggregation:
                 f"got mode {self.mode!r} with reducer path {path!r}, but a reducer path replaces "
                 "the mode: pass only one of --loss-aggregation and --loss-aggregation-reducer-path"
             )
-        if (mode.name == OWN_WEIGHTS) != (self.weights is not None):
+        if mode.name == OWN_WEIGHTS and self.weights is None:
+            raise AggregationError(
+                f"got mode {self.mode!r} without a weights function, expected "
+                "--loss-aggregation-weights-path (weights=) in place of the mode"
+            )
+        if mode.name != OWN_WEIGHTS and self.weights is not None:
             raise AggregationError(
                 f"got mode {self.mode!r} with weights {self.weights!r}, but a weights function "
                 "replaces the mode: pass only one of --loss-aggregation and "

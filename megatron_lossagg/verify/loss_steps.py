@@ -119,6 +119,13 @@ class _Table(torch.nn.Module):
         return self.output_Y[index]
 
 
+class _Columns(dict[str, Any]):
+    """A microbatch, as a loss function reads it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"no sequence has {name!r}: give it as a column of batch (--batch)")
+
+
 class _Step:
     """One step of a split on this rank."""
 
@@ -214,7 +221,7 @@ class _Step:
                     output = _times(output, self.to_sample_Y[index])
                     output = listen(output, term=_BY_TOKEN)
                     output = _times(output, self.to_token_Y[index])
-                return self.loss_func(columns, listen(output, term=_AS_IT_IS))
+                return self.loss_func(_Columns(columns), listen(output, term=_AS_IT_IS))
 
             return output, loss_func
 

@@ -74,6 +74,17 @@ def test_of_what_is_near_to_none_nothing_is_suggested(name, capsys):
     assert "did you mean" not in ending(["explain", "--loss-scaling", name], capsys)
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_a_time_limit_is_a_time(seconds, capsys):
+    said = ending(["verify", "--timeout", seconds], capsys)
+    assert said.endswith(f"argument --timeout: invalid seconds value: '{seconds}'")
+
+
+def test_what_is_to_be_explained_has_to_be_named(capsys):
+    assert main(["explain"]) == 2
+    assert "got no MODE: give one of those that --list prints" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -157,7 +157,7 @@ def test_a_path_and_the_function_are_one_aggregation():
         ({"weights": 3}, AggregationError, "got weights 3, expected a function"),
         ({"weights": ""}, AggregationError, "got weights '', expected a function"),
         ({"mode": "token_mean", "weights": len}, AggregationError, "replaces the mode"),
-        ({"mode": "own_weights"}, AggregationError, "with weights None"),
+        ({"mode": "own_weights"}, AggregationError, "without a weights function"),
         ({"weights": len, "divisor": 4}, AggregationError, "takes no divisor"),
         ({"weights": len, "reducer_path": "a:b"}, AggregationError, "replaces the mode"),
         ({}, AggregationError, "unknown mode ''"),

@@ -16,18 +16,19 @@ from megatron_lossagg.verify.drivers.table import FRAMEWORKS, Framework, check_i
 
 def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
     assert main(["verify", "--framework", "primus"]) == 2
-    assert "nothing to verify: primus is not installed here" in capsys.readouterr().err
+    assert "nothing to run: primus is not installed here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["verify", "weigh"])
 def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, command
 ):
     """A console script has its own folder on the path, not the current one."""
     (tmp_path / "primus").mkdir()
     (tmp_path / "primus" / "__init__.py").write_text("import ray_of_tests")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert main(["verify", "--framework", "primus", "--json", "/nowhere/at/all"]) == 2
+    assert main([command, "--framework", "primus", "--json", "/nowhere/at/all"]) == 2
     assert capsys.readouterr().err == (  # what is looked at after the framework is found
         "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
     )

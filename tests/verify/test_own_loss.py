@@ -152,7 +152,7 @@ def test_what_a_loss_function_raises_is_the_failure(capsys):
     check = checked("raises", splits=[M3])
     assert (check.passed, [*check.cases]) == (False, [])
     assert str(check).startswith("FAIL: own_losses:raises was not measured\n")
-    assert "KeyError: 'rewards'" in str(check)
+    assert "no sequence has 'rewards': give it as a column of batch (--batch)" in str(check)
 
 
 @pytest.mark.launches

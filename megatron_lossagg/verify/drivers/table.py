@@ -226,7 +226,7 @@ def check_installed(name: str) -> None:
         invalidate_caches()
     if not _is_found(package):
         raise ProofError(
-            f"nothing to verify: {package} is not installed here. Run this in the checkout of "
+            f"nothing to run: {package} is not installed here. Run this in the checkout of "
             f"{name}, put the folder that has the package on PYTHONPATH, or install it"
         )
 
