@@ -429,8 +429,9 @@ class Weighing:
                 )
         mask = heard.mask if heard.mask is not None else call.mask
         values = heard.token_weights
-        if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
-            ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
+        if told is not None and len(told.ids["sample"]) == (total or num_sequences):
+            own_ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
+            ids = {**own_ids, **ids}
             mask = told.for_losses(told.keep, num_held, 0) if mask is None else mask
             values = told.for_losses(told.token_weights, num_held, 1) if values is None else values
             if values is None and told.token_weights is not None:

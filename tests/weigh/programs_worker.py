@@ -748,9 +748,10 @@ def aggregated(
     lengths=toy.LENGTHS,
     weight=None,
     ddp=None,
+    passed=lambda mine: {},
     **options,
 ):
-    """Weigh a step of this package.
+    """Weigh a step of this package; ``passed``: to the weighing, of a microbatch's sequences.
 
     ``ids``, ``numbers``: columns of a step, of a sequence. ``value``: of a token, by its position
     in the sequence. ``rejects``: which positions the mask lacks after they were counted.
@@ -798,7 +799,7 @@ def aggregated(
             return mb.outputs(loss, report={"loss": loss})
 
         with step as made, weighing if inside else nullcontext():
-            toy.schedule(chunk, mine, loss_func, weighing)
+            toy.schedule(chunk, mine, loss_func, weighing, passed)
 
     with nullcontext() if inside else weighing:
         if deferred:
@@ -907,6 +908,14 @@ def kept(found):
     return [s for s in found if not second(s)]
 
 
+def prompts(mine):
+    return {"prompt": [prompt(s) for s in mine]}
+
+
+def as_one(mine):
+    return {"lengths": [toy.total(mine)]}
+
+
 LONGER = (((7, 5), (6,)), ((5,), (8, 9)))
 """Of which every sequence keeps a token."""
 OWN_WEIGHTS = {
@@ -914,6 +923,16 @@ OWN_WEIGHTS = {
         "mode": "token_mean",
         "value": value,
         "weight": lambda found, s: 1 / sum(map(sum_of, found)),
+    },
+    "token_mean of token weights, whose prompts are passed": {
+        "mode": "token_mean",
+        "value": value,
+        "weight": lambda found, s: 1 / sum(map(sum_of, found)),
+        "passed": prompts,
+    },
+    "token_mean, whose losses are one sequence to the weighing": {
+        "mode": "token_mean",
+        "passed": as_one,
     },
     "sample_mean of token weights": {
         "mode": "sample_mean",
