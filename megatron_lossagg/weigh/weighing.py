@@ -313,7 +313,7 @@ class Weighing:
                         rank,
                         parts=parts_of(0),
                         tolerance=TOLERANCE,
-                        unheard=rank.sizes["M"] * rank.counts,
+                        unheard=rank.sizes["M"],
                     ),
                 )
                 for rank, terms in found
@@ -354,8 +354,8 @@ class Weighing:
         microbatches = of_term.get(term, [])
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
-        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item()) * counts
-        eps = [call.trained.eps for call in chain(*microbatches) if call.gradients]
+        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
+        eps = [call.trained.eps for call in chain(*microbatches)]
         is_told = len(self._told) == len(microbatches)
         parts = [
             self._parts(number, calls, is_told=is_told) for number, calls in enumerate(microbatches)
@@ -371,7 +371,7 @@ class Weighing:
             tolerance=max([TOLERANCE, *eps]),
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
-            unheard=max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0,
+            unheard=max((m or 0) - sum(map(bool, microbatches)), 0),
             zeroed=sum(
                 call.is_zeroed for call in self._calls if call.term == term and not call.is_again
             ),

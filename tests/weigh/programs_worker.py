@@ -315,6 +315,7 @@ def gpt(
 
 def gpt_row(name, *, on=None, trains="token_mean", sizes=None, is_measured=True, **how):
     expected = {"on": on, "trains": trains, "sizes": sizes or {}, "is_measured": is_measured}
+    expected["is_zeroed"] = how.get("repeats", False)
     row(f"GPT, {name}", **expected)(partial(gpt, **how))
 
 
@@ -492,11 +493,7 @@ row("evaluations, numbered, M not passed", trains="token_mean", says="sequences,
 )
 
 
-@row(
-    "a step that was repeated after an error",
-    trains="token_mean",
-    says="left out: calls of losses, 1 on a rank",
-)
+@row("a step that was repeated after an error", trains="token_mean", is_zeroed=True)
 def repeated(**more):
     def listen(weighing, chunk, mine, m, found):
         for _ in range(2 if m == 0 else 1):
@@ -583,7 +580,7 @@ def heard_before():
 
 
 @row("a step for each microbatch", says="left out: calls of losses, 1 on a rank", on=1,
-     trains="token_mean")  # fmt: skip
+     trains="token_mean", is_zeroed=True)  # fmt: skip
 def steps_of_microbatches():
     found = toy.sequences()
     model = toy.token_model.OneWeightPerToken(toy.total(found))
