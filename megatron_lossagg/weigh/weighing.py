@@ -313,7 +313,7 @@ class Weighing:
                         rank,
                         parts=parts_of(0),
                         tolerance=TOLERANCE,
-                        unheard=rank.sizes["M"] * rank.counts,
+                        unheard=rank.sizes["M"],
                     ),
                 )
                 for rank, terms in found
@@ -354,8 +354,8 @@ class Weighing:
         microbatches = of_term.get(term, [])
         first = next((call for call in chain(*microbatches)), None)
         run = self.run if first is None else self.run.of_microbatch(first.cp_group)
-        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item()) * counts
-        eps = [call.trained.eps for call in chain(*microbatches) if call.gradients]
+        num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
+        eps = [call.trained.eps for call in chain(*microbatches)]
         is_told = len(self._told) == len(microbatches)
         parts = [
             self._parts(number, calls, is_told=is_told) for number, calls in enumerate(microbatches)
@@ -371,7 +371,7 @@ class Weighing:
             tolerance=max([TOLERANCE, *eps]),
             given=self._given,
             has_graph=any(call.trained.has_graph for call in chain(*microbatches)),
-            unheard=max((m or 0) - sum(map(bool, microbatches)), 0) if counts else 0,
+            unheard=max((m or 0) - sum(map(bool, microbatches)), 0),
             zeroed=sum(
                 call.is_zeroed for call in self._calls if call.term == term and not call.is_again
             ),
@@ -429,8 +429,9 @@ class Weighing:
                 )
         mask = heard.mask if heard.mask is not None else call.mask
         values = heard.token_weights
-        if told is not None and not ids and len(told.ids["sample"]) == (total or num_sequences):
-            ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
+        if told is not None and len(told.ids["sample"]) == (total or num_sequences):
+            own_ids = {kind: of[first : first + num_sequences] for kind, of in told.ids.items()}
+            ids = {**own_ids, **ids}
             mask = told.for_losses(told.keep, num_held, 0) if mask is None else mask
             values = told.for_losses(told.token_weights, num_held, 1) if values is None else values
             if values is None and told.token_weights is not None:

@@ -315,6 +315,7 @@ def gpt(
 
 def gpt_row(name, *, on=None, trains="token_mean", sizes=None, is_measured=True, **how):
     expected = {"on": on, "trains": trains, "sizes": sizes or {}, "is_measured": is_measured}
+    expected["is_zeroed"] = how.get("repeats", False)
     row(f"GPT, {name}", **expected)(partial(gpt, **how))
 
 
@@ -492,11 +493,7 @@ row("evaluations, numbered, M not passed", trains="token_mean", says="sequences,
 )
 
 
-@row(
-    "a step that was repeated after an error",
-    trains="token_mean",
-    says="left out: calls of losses, 1 on a rank",
-)
+@row("a step that was repeated after an error", trains="token_mean", is_zeroed=True)
 def repeated(**more):
     def listen(weighing, chunk, mine, m, found):
         for _ in range(2 if m == 0 else 1):
@@ -583,7 +580,7 @@ def heard_before():
 
 
 @row("a step for each microbatch", says="left out: calls of losses, 1 on a rank", on=1,
-     trains="token_mean")  # fmt: skip
+     trains="token_mean", is_zeroed=True)  # fmt: skip
 def steps_of_microbatches():
     found = toy.sequences()
     model = toy.token_model.OneWeightPerToken(toy.total(found))
@@ -748,9 +745,10 @@ def aggregated(
     lengths=toy.LENGTHS,
     weight=None,
     ddp=None,
+    passed=lambda mine: {},
     **options,
 ):
-    """Weigh a step of this package.
+    """Weigh a step of this package; ``passed``: to the weighing, of a microbatch's sequences.
 
     ``ids``, ``numbers``: columns of a step, of a sequence. ``value``: of a token, by its position
     in the sequence. ``rejects``: which positions the mask lacks after they were counted.
@@ -798,7 +796,7 @@ def aggregated(
             return mb.outputs(loss, report={"loss": loss})
 
         with step as made, weighing if inside else nullcontext():
-            toy.schedule(chunk, mine, loss_func, weighing)
+            toy.schedule(chunk, mine, loss_func, weighing, passed)
 
     with nullcontext() if inside else weighing:
         if deferred:
@@ -907,6 +905,14 @@ def kept(found):
     return [s for s in found if not second(s)]
 
 
+def prompts(mine):
+    return {"prompt": [prompt(s) for s in mine]}
+
+
+def as_one(mine):
+    return {"lengths": [toy.total(mine)]}
+
+
 LONGER = (((7, 5), (6,)), ((5,), (8, 9)))
 """Of which every sequence keeps a token."""
 OWN_WEIGHTS = {
@@ -914,6 +920,16 @@ OWN_WEIGHTS = {
         "mode": "token_mean",
         "value": value,
         "weight": lambda found, s: 1 / sum(map(sum_of, found)),
+    },
+    "token_mean of token weights, whose prompts are passed": {
+        "mode": "token_mean",
+        "value": value,
+        "weight": lambda found, s: 1 / sum(map(sum_of, found)),
+        "passed": prompts,
+    },
+    "token_mean, whose losses are one sequence to the weighing": {
+        "mode": "token_mean",
+        "passed": as_one,
     },
     "sample_mean of token weights": {
         "mode": "sample_mean",

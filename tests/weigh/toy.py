@@ -102,10 +102,11 @@ class Held(MegatronModule):
         return self.unit(tokens)
 
 
-def schedule(chunk, found, loss_func, weighing=None):
+def schedule(chunk, found, loss_func, weighing=None, passed=lambda mine: {}):
     """Run Megatron's schedule over this rank's microbatches, and listen if there is a weighing.
 
-    ``loss_func``: from the losses and the sequences of a microbatch.
+    ``loss_func``: from the losses and the sequences of a microbatch. ``passed``: to the weighing,
+    from these sequences.
     """
     numbers = sorted({one.microbatch for one in own(found)})
 
@@ -113,7 +114,7 @@ def schedule(chunk, found, loss_func, weighing=None):
         mine = own(found, next(iterator))
         losses = model(tokens_of(mine))
         if weighing is not None:
-            losses = weighing.losses(losses, lengths=lengths_of(mine))
+            losses = weighing.losses(losses, **{"lengths": lengths_of(mine), **passed(mine)})
         return losses, partial(loss_func, mine)
 
     run_batches(chunk, forward_step, numbers)
