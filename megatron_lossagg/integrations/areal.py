@@ -266,7 +266,9 @@ def _scales(
                 "AReaL weighs a microbatch by a number other than its active tokens, expected "
                 f"loss_mask.count_nonzero(): {_VERSION}"
             )
-        ids = prompt[:, 0].cpu() if prompt is not None and aggregation.reads("prompt") else None
+        ids = None
+        if prompt is not None and aggregation.reads("prompt"):
+            ids = prompt[:, 0].cpu()  # waits before the step
         return Sequences(active_tokens=active_tokens, prompt=ids)
 
     plan = plan_step(aggregation, counted, group=parallel_state.get_data_parallel_group())
