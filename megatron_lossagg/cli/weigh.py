@@ -24,6 +24,7 @@ from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli import weigh_framework
 from megatron_lossagg.cli.files import check_outputs, needed, write_whole
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES, unknown_name
 from megatron_lossagg.weigh.compare import COMPARED, NEEDS, Weighed
 
@@ -92,7 +93,7 @@ def figure_of(step: Weighed, *, number: int) -> Figure:
     return figure
 
 
-_OWN = ("--at", "--picture", "--expect", "--trust")
+_OWN = ("--at", "--picture", "--expect", "--divisor", "--trust")
 """Options of this command that no script of Megatron-LM's has, nor one like them."""
 _COMMON = ("--steps", "--stop", "--json")
 """Others, which a script may have too."""
@@ -104,7 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("weighing", "these stand before the script")
     options.add_argument("--at", type=int, default=1, metavar="STEP", help="first step to weigh")
     options.add_argument("--steps", type=int, default=1, metavar="N", help="how many to weigh")
-    options.add_argument("--stop", action="store_true", help="end the run when they are weighed")
+    options.add_argument(
+        "--stop",
+        action="store_true",
+        help="end the run when they are weighed, before what lossagg run checks at a step's end",
+    )
     options.add_argument("--json", type=Path, metavar="FILE", help="write the weighed steps")
     options.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the last weighed step (.svg, .png)"
@@ -115,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="exit with 1 unless this, or one of several with commas, is trained",
     )
+    options.add_argument("--divisor", type=float, metavar="L", help="L of constant to compare with")
     options.add_argument(
         "--trust", action="store_true", help="with --expect: also where f could not be measured"
     )
@@ -141,6 +147,8 @@ def run(args: argparse.Namespace) -> int:
         raise LossAggregationError(
             f"got --at {args.at} --steps {args.steps}, expected a step from 1 on, and at least one"
         )
+    if args.divisor is not None:
+        Aggregation("constant", divisor=args.divisor)  # which checks it
     if os.environ.get("RANK", "0") == "0":  # which writes them
         check_outputs({"--json": args.json, "--picture": args.picture})
     if args.picture is not None:  # refused before a model is built
@@ -158,7 +166,11 @@ def run(args: argparse.Namespace) -> int:
 
         weighing.append(
             weigh_script.install(
-                args.at, args.steps, stop=args.stop, report=_printed(args, unwritten)
+                args.at,
+                args.steps,
+                stop=args.stop,
+                report=_printed(args, unwritten),
+                divisor=args.divisor,
             )
         )
 
@@ -221,7 +233,7 @@ def _unmet(step: Weighed, args: argparse.Namespace) -> str:
     fitting = [mode for mode in args.expect if step.fits_mode(mode)]
     if not fitting and {*args.expect} <= {*step.lacks}:
         needed = ", ".join(f"{name} needs {step.lacks[name]}" for name in args.expect)
-        return f"this run tells nothing of it: {needed}, as under --loss-aggregation"
+        return f"this run tells nothing of it: {needed}, as by --divisor or --loss-aggregation"
     if not fitting:
         return f"the verdict is: {step.verdict}"
     accepts_either = 1 < len(args.expect) == len(fitting)  # full packs never differ

@@ -22,7 +22,15 @@ from megatron_lossagg.verify.drivers.runs import (
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.job import Event
 
-_OF_A_SCRIPT = {"at": 1, "steps": 1, "stop": False, "picture": None, "expect": None, "cpu": False}
+_OF_A_SCRIPT = {
+    "at": 1,
+    "steps": 1,
+    "stop": False,
+    "picture": None,
+    "expect": None,
+    "divisor": None,
+    "cpu": False,
+}
 """Options that a framework's step does not take, and their defaults."""
 _UNHEARD = (
     "got no term of which a token has a weight, expected some: its step did not call Megatron's "

@@ -32,12 +32,15 @@ Report = Callable[[Weighed, int, str], None]
 class ScriptWeighing:
     """Weighs some steps of a script; one for a run.
 
-    ``report``: called on rank 0. ``stop``: end the process when
-    the last one is weighed.
+    ``report``: called on rank 0. ``stop``: end the process when the last one is weighed.
+    ``divisor``: L of ``constant``, to compare with.
     """
 
-    def __init__(self, at: int, steps: int, *, stop: bool, report: Report) -> None:
+    def __init__(
+        self, at: int, steps: int, *, stop: bool, report: Report, divisor: float | None = None
+    ) -> None:
         self._at, self._last, self._stop, self._report = at, at + steps - 1, stop, report
+        self._divisor = divisor
         self.num_steps = 0
         """Training steps that came by."""
         self.weighed: list[Weighed] = []
@@ -95,7 +98,7 @@ class ScriptWeighing:
             raise SystemExit(0)
 
     def _begun(self, chunks: Sequence[Any], num_microbatches: int) -> Weighing:
-        return Weighing(chunks, num_microbatches=num_microbatches)
+        return Weighing(chunks, num_microbatches=num_microbatches, divisor=self._divisor)
 
     def _listen(
         self, weighing: Weighing, schedule: Callable[..., Any], call: dict[str, Any], chunk: Any
@@ -186,14 +189,16 @@ def _mask_of(loss_func: Any) -> Any:
     return mask if isinstance(mask, Tensor) else None
 
 
-def install(at: int, steps: int, *, stop: bool, report: Report) -> ScriptWeighing:
+def install(
+    at: int, steps: int, *, stop: bool, report: Report, divisor: float | None
+) -> ScriptWeighing:
     """Listen in Megatron-LM's schedule in this process; call it before ``pretrain``.
 
     Raises :class:`ContractError` if ``megatron.training.training`` cannot be imported or does not
     look up the schedule by its name.
     """
     expected = "a Megatron-LM checkout: run in its folder, or put it on PYTHONPATH"
-    weighing = ScriptWeighing(at, steps, stop=stop, report=report)
+    weighing = ScriptWeighing(at, steps, stop=stop, report=report, divisor=divisor)
     rebind_schedule(_LOOP, weighing, expected=expected)
     return weighing
 

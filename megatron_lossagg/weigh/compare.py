@@ -574,10 +574,14 @@ def _explained(
         found = [one for one in found if not one.needs_b]
     hints = [] if has_ids or step.fits else _hints(step, tolerance)
     own = next((one for one in found if (one.kind, one.name) == ("sample_sum", OWN)), None)
-    if own is not None and own.factor > 0 and not step.fits and "constant" in step.lacks:
+    if own is not None and own.factor > 0 and not step.fits:
         divisor = 1 / own.factor
         if is_near(divisor, max(round(divisor), 1), tolerance):
-            hints.append(f"or constant, if L is {divisor:.6g}: pass divisor=")
+            times = step.factors.get("constant")
+            if times is None:
+                hints.append(f"or constant, if L is {divisor:.6g}: pass divisor= (--divisor)")
+            else:
+                hints.append(f"or {times:.6g} times constant, which it is if L is {divisor:.6g}")
     return replace(step, faults=faults, explained=found, hints=hints)
 
 

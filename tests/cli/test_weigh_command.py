@@ -20,6 +20,11 @@ def test_a_step_that_cannot_be_is_wrong_usage(capsys, option):
     assert "expected a step from 1 on" in capsys.readouterr().err
 
 
+def test_a_constant_to_compare_with_is_a_divisor(capsys):
+    assert main(["weigh", "--divisor", "-8", "pretrain_gpt.py"]) == 2
+    assert "-8" in capsys.readouterr().err
+
+
 def test_a_script_that_is_not_there_is_named(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lossagg"])
     assert main(["weigh", "no_such_script.py"]) == 2

@@ -168,8 +168,22 @@ def test_a_factor_is_named_by_what_it_equals():
     assert (step.trains, step.factor) == (None, pytest.approx(0.5))
     assert step.causes == (
         "a constant factor on token_mean: 0.5 = 1/M",
-        "or constant, if L is 8: pass divisor=",
+        "or constant, if L is 8: pass divisor= (--divisor)",
     )
+
+
+def test_a_constant_other_than_the_one_passed_is_named():
+    (rank,) = ranks(lambda n_mb, n: 1 / 24)
+    step = compare([replace(rank, given={"divisor": 320.0})])
+    assert step.causes[1:] == ("or 40 times constant, which it is if L is 8",)
+
+
+def test_the_flag_that_trains_a_token_mean_is_advised_where_stock_trains():
+    flag = "--calculate-per-token-loss"
+    assert flag in text(compare(ranks(lambda n_mb, n: 1 / (4 * n_mb))))
+    other = text(compare(ranks(lambda n_mb, n: 1 / 24)))
+    assert flag not in other
+    assert "next: for a mode, run with --loss-aggregation MODE" in other
 
 
 def test_weights_of_no_mode_name_the_sequences_that_are_off():
