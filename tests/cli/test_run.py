@@ -231,7 +231,9 @@ exec(ends)
 def test_a_process_says_that_no_step_came_unless_an_exception_ends_it(tmp_path):
     for module in ("a_loop.py", "megatron/training/training.py"):
         (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / module).write_text("def get_forward_backward_func():\n    return print\n")
+        (tmp_path / module).write_text(
+            "def get_forward_backward_func():\n    return print\nevaluate = print\n"
+        )
     (tmp_path / "megatron/training/__init__.py").touch()  # else a wheel's own comes first
     code = LOOP.format(folder=str(tmp_path), ends=list(ENDS))
     environment = {"PYTHONPATH": worker_path()}
