@@ -62,7 +62,9 @@ def release_of(file: str) -> str:
     for checkout in sorted(named):
         if "from frameworks import" in text and (folder / checkout / ".git").exists():
             command = ["git", "-C", folder / checkout, "rev-parse", "--short=8", "HEAD"]
-            commits.append(f"{checkout} {subprocess.check_output(command, text=True).strip()}")
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:  # git reads no repository of another owner
+                commits.append(f"{checkout} {done.stdout.strip()}")
     return ", ".join(commits)
 
 
