@@ -97,11 +97,11 @@ def test_whatever_an_import_raises_or_lacks_is_a_reason(framework_that, forked, 
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_an_import_that_ends_the_process_is_a_reason(framework_that, status):
+def test_an_import_that_ends_the_process_is_a_reason(framework_that, forked, status):
     framework_that(f"import os; print('last words', flush=True); os._exit({status})")
     state, reason = only_outcome()
     assert state == "NOT RUN"
-    assert reason.endswith("Import open-instruct by itself")
+    assert reason.endswith("Import open_instruct by itself")
 
 
 def test_an_import_that_a_signal_ends_is_a_reason_with_its_name(framework_that):

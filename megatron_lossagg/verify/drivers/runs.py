@@ -383,7 +383,8 @@ def run_job(
         reason = failure_of(done)
         if not reason and len(ended) < (number := began[0]["steps"] if began else 1):
             reason = f"its process ended itself after {len(ended)} of {number} steps, with status 0"
-        reason += f"\nImport {job.framework} by itself" if reason and not began else ""
+        if reason and not began:
+            reason += f"\nImport {FRAMEWORKS[job.framework].package} by itself"
     if reason:
         begins = "the steps that follow" if began else f"import of {job.framework}"
         state = FAIL if began else NOT_RUN
