@@ -57,7 +57,7 @@ def ended(script, *arguments, processes, timeout=600):
 
 
 def worker_path():
-    """Return where a worker finds the package, modules of tests, and a release of Megatron."""
+    """Return the path on which a worker finds the package, tests' modules and a Megatron."""
     given = filter(None, [ENVIRONMENT.get("PYTHONPATH")])
     return os.pathsep.join([*map(str, PATH), *given])
 

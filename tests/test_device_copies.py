@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "megatron_lossagg"
 FOLDERS = ("reduction", "contract", "guards", "record", "loop", "integrations")
 COPIES = "reduction/devices.py"
 OWN = "integrations/"
-SAYS = re.compile("# waits (before the step|not: )")
+SAYS = re.compile("# (waits before the step|does not wait: )")
 
 ALLOWED = {
     # reads, with why none waits in a step
@@ -160,7 +160,7 @@ def test_a_comment_that_says_why_none_waits_is_at_a_line_that_could():
 def test_a_planted_wait_is_found(planted):
     source = f"def path(x):\n    {planted}  # waits before the step\n"
     assert said(source) == [2]
-    assert said(source.replace("    ", "    # waits not: NumPy\n    ", 1)) == [3, 3]
+    assert said(source.replace("    ", "    # does not wait: NumPy\n    ", 1)) == [3, 3]
     assert not said(source.replace("# waits", "# it"))
     ((line, text),) = waits_in(f"def path(x):\n    {planted}\n", "planted")
     assert line == 2

@@ -102,7 +102,8 @@ class MaskedSumIntegration(Integration):
         """Number the step as Megatron-LM's log does: ``curr_iteration`` counts finished steps."""
         from megatron.training import get_args
 
-        return int(get_args().curr_iteration) + 1
+        finished = getattr(get_args(), "curr_iteration", None)  # which train() sets
+        return None if finished is None else finished + 1
 
     def _check_entries(self, output: Tensor) -> None:
         """Refuse losses of other entries than were counted, as of a batch that was transposed."""

@@ -354,7 +354,7 @@ class _Collator:
         say_counted(plan, leave_out="count_empty=False")
         weights = plan.weights.to(mask)[sequence]
         batch["loss_mask"] = torch.where(mask > 0, weights, torch.zeros_like(mask))
-        batch.metadata[_WEIGHED] = True  # waits not: a dictionary
+        batch.metadata[_WEIGHED] = True  # does not wait: a dictionary
         return batch
 
     def _sequences(self, batch: Any, mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet, drawn, figure_of
+from megatron_lossagg.cli.weigh_framework import _text
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.weigh.compare import RankWeights, compare, parts_of
 
@@ -181,6 +182,18 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
     with pytest.raises(SystemExit):
         main(["weigh"])
     assert "required: script" in capsys.readouterr().err
+
+
+def test_a_term_of_a_framework_is_reported_with_its_coefficient():
+    terms = {
+        "kl_loss": {"report": "verdict", "weighed": {"tokens": 4}, "coefficient": 0.31},
+        "pg_loss": {"report": "verdict", "weighed": {"tokens": 4}, "coefficient": 1.0},
+    }
+    setting = {"trained": "the default", "is_ours": False, "wanted": "token_mean", "terms": terms}
+    printed = _text(setting)
+    assert "setting the default, to be compared with token_mean" in printed
+    assert "term kl_loss, times its coefficient 0.31\n" in printed
+    assert "term pg_loss\n" in printed
 
 
 def test_weights_of_ones_own_are_no_mode_of_a_frameworks_step(capsys):

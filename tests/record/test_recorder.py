@@ -2,7 +2,9 @@
 
 import math
 import struct
+import sys
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from steps import groups_of
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.contract.scaling import Scaling
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.record.step_record import RecordError, hash_weights, read_record
 from megatron_lossagg.record.writer import RecordFile, StepRecorder, _gathered
 from megatron_lossagg.reduction.exchange import Exchange
@@ -120,3 +123,14 @@ def test_the_hash_of_a_step_that_counts_its_mask_is_of_tokens_and_weights(tmp_pa
     StepRecorder(Exchange(None), file, None).finish([plan], scaling, groups_of(), {})
     (step,) = read_record(tmp_path / "a.jsonl").values()
     assert step.weights == f"{hash_weights(np.array([4, 2]), np.array([1 / 8, 1 / 4])):016x}"
+
+
+def test_a_loop_of_megatron_lms_that_numbers_no_step_leaves_it_to_the_record(monkeypatch):
+    """As a script that calls ``train_step`` itself: ``train()`` sets the number."""
+    args = SimpleNamespace()
+    training = ModuleType("megatron.training")
+    training.get_args = lambda: args
+    monkeypatch.setitem(sys.modules, training.__name__, training)
+    assert PretrainIntegration().iteration() is None
+    args.curr_iteration = 3
+    assert PretrainIntegration().iteration() == 4

@@ -1484,15 +1484,19 @@ two_steps("a right token_mean", lambda s, found, m: 1 / toy.total(found), trains
 # Scripts of Megatron-LM, and the terms of a framework.
 
 
-def script(name, step, *, weight=lambda s, n: 1 / n, m=toy.M, **expected):
+SCRIPTED = (((6,), (4,)), ((2,), (7,)))
+"""Tokens of the sequences of scripts."""
+
+
+def script(name, step, *, weight=lambda s, n: 1 / n, m=toy.M, divisor=None, **expected):
     """``step``: from the model and the sequences of a microbatch to output and loss_func."""
 
     @row(f"script: {name}", **expected)
     def run():
-        found = toy.sequences((((6,), (4,)), ((2,), (7,))))
+        found = toy.sequences(SCRIPTED)
         chunk, reports = toy.chunk_of(toy.total(found), per_token=True), []
         listening = weigh_script.ScriptWeighing(
-            1, 1, stop=False, report=lambda *report: reports.append(report)
+            1, 1, stop=False, report=lambda *report: reports.append(report), divisor=divisor
         )
 
         def forward_step(iterator, model):
@@ -1542,7 +1546,20 @@ def masks(model, mine):
     return losses, partial(lambda loss_mask, x: ((x * loss_mask).sum(), num(x), {}), ones)
 
 
+def over_a_constant(model, mine):
+    found = toy.sequences(SCRIPTED)
+    scale = toy.total(found) / (len(found) * 40)  # finalize divides by the total
+    return model(toy.tokens_of(mine)), lambda output: (output.sum() * scale, num(output), {})
+
+
 script("masked by loss_mask", masks, trains="token_mean")
+script(
+    "over a constant that is passed",
+    over_a_constant,
+    weight=lambda s, n: 1 / (len(toy.sequences(SCRIPTED)) * 40),
+    divisor=40.0,
+    trains="constant",
+)
 script("the loss is of what forward_step captured", captured_output, trains="token_mean")
 script("the model is called twice", model_twice, trains="token_mean")
 script("a reference pass without gradients", with_a_reference, trains="token_mean")

@@ -8,8 +8,8 @@ by the reference are computed from the unsplit model in float64, its weight by l
 (``reference_loss.py``). What a framework trains is read at its losses: nothing of it is replaced.
 
 :class:`HookedDriver`: of a framework that looks up Megatron's schedule, and trains a loss per
-token. The loss is weighed where the model returns it, around the schedule; a mode of ours is
-trained by the framework's integration, which rebinds the schedule too.
+token. Weighing wraps the schedule and hears the losses that the model returns; a mode of ours is
+trained by the framework's integration, which wraps the schedule too.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def loss_of(returned: Sequence[Any]) -> dict[str, float]:
     if ends:
         raise FrameworkError(
             f"got exit code {exit_code} from train_step and no loss: after the first step it ends "
-            "a run whose loss is NaN or infinite; run this setting or mode alone to see its weights"
+            "a run whose loss is NaN or infinite; run only this setting or mode to see its weights"
         )
     if "lm loss" not in logged:
         raise FrameworkError(f"got {[*logged]} in the log of train_step, expected 'lm loss'")

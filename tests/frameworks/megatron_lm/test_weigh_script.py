@@ -175,8 +175,10 @@ def test_the_exit_status_holds_a_run_to_a_mode(weigh, tmp_path, mode, status):
 
 
 def test_stop_ends_the_run_after_the_weighed_steps(weigh):
-    found = weigh("sft", *PER_TOKEN, processes=2, before=["--at", "2", "--stop"])
+    options = ["--at", "2", "--stop", "--divisor", "40"]
+    found = weigh("sft", *PER_TOKEN, processes=2, before=options)
     assert found.step == 2
+    assert "constant" in found.modes
     assert len(steps(found.events)) < 3
 
 

@@ -245,7 +245,7 @@ def rollouts(*, input_batch, **_):
 
 
 class Trained(Exception):  # noqa: N818
-    """Ends ``grpo_train`` where it has called the policy's ``train``."""
+    """Ends ``grpo_train`` after its call of the policy's ``train``."""
 
 
 class Nothing:

@@ -23,7 +23,7 @@ from verified import assert_functions_pass, assert_trains_every_mode, path_with
     ],
 )
 def test_the_step_of_a_checkout_trains_every_mode(monkeypatch, framework, checkouts, cp):
-    """Without stand-ins of the tests: what its step does not call is a placeholder of ours."""
+    """As users run it: nothing of the tests stands in for what is not installed."""
     monkeypatch.setenv("PYTHONPATH", path_with(*map(checkout_of, checkouts)))
     assert_trains_every_mode(framework, cp=cp)
 

@@ -296,7 +296,7 @@ def test_the_step_of_a_release_trains_every_mode(tmp_path, monkeypatch):
 
 @needs("verl")
 def test_the_step_of_a_checkout_trains_every_mode(monkeypatch):
-    """Without stand-ins of the tests: what its step does not call is a placeholder of ours."""
+    """As users run it: nothing of the tests stands in for what is not installed."""
     monkeypatch.setenv("PYTHONPATH", path_with(checkout_of("verl")))
     assert_trains_every_mode("verl")
 
