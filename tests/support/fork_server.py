@@ -39,10 +39,17 @@ import torch.distributed
 from forked_ranks import fork_ranks
 
 STAND_INS = "megatron_lossagg.cpu"
-WITHOUT_MEGATRON = ("torch.distributed", "pytest")
-WITH_MEGATRON = ("megatron_lossagg.verify.verdict", "megatron_lossagg.cpu.model", "pytest")
-"""What to import: the modules that import all of Megatron-Core that the package uses, and pytest,
-which many workers import.
+WITHOUT_MEGATRON = ("torch.distributed", "torch.fx.experimental.symbolic_shapes", "pytest")
+WITH_MEGATRON = (
+    "megatron_lossagg.verify.verdict",
+    "megatron_lossagg.cpu.model",
+    "torch._inductor.compile_fx",
+    "pytest",
+)
+"""What to import: the modules that import all of Megatron-Core that the package uses, what ranks
+import of torch's compiler, and pytest, which many workers import.
+
+A test asks that without Megatron-Core ``torch._dynamo`` is not imported: there, what it imports.
 """
 
 

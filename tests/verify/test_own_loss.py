@@ -1,14 +1,12 @@
 """``check_loss``: a loss function of one's own on every split, and what it is named."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, fork_server
+from conftest import fork_server
 from frameworks import checkout_of, needs
 from own_losses import gspo, gspo_of_parts, pretrain_gpt, sequences, seventh, sum_over_7
 
@@ -252,19 +250,17 @@ def documented(language):
 
 
 @pytest.mark.launches
-def test_the_documented_test_shows_the_table_of_a_wrong_loss(tmp_path):
+def test_the_documented_test_shows_the_table_of_a_wrong_loss(pytester, monkeypatch):
     """As pytest prints it, which cuts an object that is no string."""
     loss, test = documented("python")
     wrong = loss.replace("return loss,", "return loss / num_tokens.clamp(min=1),")
     assert wrong != loss
-    (tmp_path / "my_losses.py").write_text(wrong)
-    (tmp_path / "test_my_loss.py").write_text(test)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_my_loss.py"]
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    env = {**ENVIRONMENT, "PYTHONPATH": path, "COLUMNS": "80"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    printed, _, _ = done.stdout.partition("assert False")
+    pytester.makepyfile(my_losses=wrong, test_my_loss=test)
+    pytester.syspathinsert()
+    monkeypatch.setenv("COLUMNS", "80")
+    done = pytester.runpytest_inprocess("test_my_loss.py")
+    done.assert_outcomes(failed=1)
+    printed, _, _ = done.stdout.str().partition("assert False")
     table = [line.removeprefix("E").strip() for line in printed.splitlines() if line[:1] == "E"]
     whole = " ".join(table)
     assert "FAIL: my_losses:loss_func trains what one process trains in " in whole
