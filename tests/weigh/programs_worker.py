@@ -456,9 +456,9 @@ def unnumbered_pieces(**more):
     return loop(listen, lengths=(((4, 4), (4, 4)), ((4, 4), (4, 3))), **more)
 
 
-row("pieces of one backward pass, M not passed", is_refused=True, says="in one backward pass")(
-    partial(unnumbered_pieces, num_microbatches=None)
-)
+row(
+    "pieces of one backward pass, M not passed", is_refused=True, says="'loss' in one backward pass"
+)(partial(unnumbered_pieces, num_microbatches=None))
 
 
 @row("the same tokens in a second term", trains="token_mean", term="policy")
