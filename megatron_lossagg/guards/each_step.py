@@ -101,12 +101,6 @@ class Terms(Guard):
         "token_weight_sums that no loss of the step counts: tokens would all weigh 1"
     )
 
-    @classmethod
-    def of(cls, step: StepFacts) -> Terms | None:
-        """Make it for one of several schedule calls, and for a plan with sums of token weights."""
-        has_sums = step.plan.sequences.token_weight_sums is not None
-        return cls() if has_sums or step.scaling.is_deferred or step.accumulates else None
-
     def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
         """Refuse a term of another division."""
         if step.forward_only or not term.can_be_trained:
