@@ -286,7 +286,7 @@ class Finalized(Guard):
         self._has_run = True
         lines = step.log.returned[self._num_compared :]
         self._num_compared += len(lines)
-        if step.scaling.loss_scaling == "per_token":
+        if step.scaling.loss_scaling == "per_token" and step.groups.is_last_stage:
             counts = (line.known.counted_tokens for line in lines)
             returned = [step.scaling.num_tokens(one, step.groups.cp_rank) for one in counts]
             describe = partial(_divided_by, returned, step.scaling.num_microbatches)
