@@ -90,7 +90,7 @@ TABLE = [
     *(*of("reduction", "golden_steps"), *WEIGHTS, *PLAN),
 ]
 TESTS = {
-    "reduction/integers": of("reduction", "integers", "layout"),
+    "reduction/integers": of("reduction", "integers", "layout", "plan"),
     "reduction/modes": of("reduction", "aggregation", "plan"),
     "reduction/aggregation": [
         *of("reduction", "aggregation", "plan", "own_weights", "custom_reducer", "options"),
