@@ -93,8 +93,9 @@ TESTS = {
     "reduction/integers": of("reduction", "integers", "layout", "plan"),
     "reduction/modes": of("reduction", "aggregation", "plan"),
     "reduction/aggregation": [
-        *of("reduction", "aggregation", "plan", "own_weights", "custom_reducer", "options"),
-        *(*of("reduction", "length_power"), "loop/test_flags", *STEP),
+        *of("reduction", "aggregation", "plan", "own_weights", "custom_reducer"),
+        *of("reduction", "options", "length_power", "deferred_terms"),
+        *("loop/test_flags", *STEP),
     ],
     "reduction/layout": of(
         "reduction", "layout", "reducer", "device_path", "mask_checks", "not_finite"
