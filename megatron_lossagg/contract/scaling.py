@@ -65,7 +65,7 @@ class Scaling:
             return self.m_dp_cp
         if self.is_deferred:
             return 1
-        return max(int(self.active_tokens or 0), 1)
+        return int(self.active_tokens or 1)
 
     @property
     def m_dp_cp(self) -> int:

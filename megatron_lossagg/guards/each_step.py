@@ -101,12 +101,6 @@ class Terms(Guard):
         "token_weight_sums that no loss of the step counts: tokens would all weigh 1"
     )
 
-    @classmethod
-    def of(cls, step: StepFacts) -> Terms | None:
-        """Make it for one of several schedule calls, and for a plan with sums of token weights."""
-        has_sums = step.plan.sequences.token_weight_sums is not None
-        return cls() if has_sums or step.scaling.is_deferred or step.accumulates else None
-
     def on_unusual_term(self, step: StepFacts, line: Line, term: Term, plan: StepPlan) -> None:
         """Refuse a term of another division."""
         if step.forward_only or not term.can_be_trained:
@@ -292,7 +286,7 @@ class Finalized(Guard):
         self._has_run = True
         lines = step.log.returned[self._num_compared :]
         self._num_compared += len(lines)
-        if step.scaling.loss_scaling == "per_token":
+        if step.scaling.loss_scaling == "per_token" and step.groups.is_last_stage:
             counts = (line.known.counted_tokens for line in lines)
             returned = [step.scaling.num_tokens(one, step.groups.cp_rank) for one in counts]
             describe = partial(_divided_by, returned, step.scaling.num_microbatches)

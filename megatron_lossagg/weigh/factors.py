@@ -350,7 +350,7 @@ class Candidate:
     def gone(self) -> int:
         """The last backward pass of which what it added was zeroed; waits for the device."""
         _, added, first = self._begun()
-        return max(self.passes[:first], default=-1) if added[:first].any() else -1
+        return max(self.passes[:first]) if added[:first].any() else -1
 
     def result(self) -> Added | None:
         """Return what was heard; None if it was not read. Waits for the device."""

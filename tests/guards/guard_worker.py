@@ -16,6 +16,7 @@ from ranks import begin, each_told
 from training_steps import Training
 
 from megatron_lossagg import LossAggregationError
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.verify.world import split_world
 
 OF_DDP = {"scaled_bucket", "overlap_with", "backward_twice"}
@@ -24,6 +25,8 @@ OF_NO_ENGINE = {
     "previous_step", "numbers", "missing_plan", "plan_of_another_step", "aggregation_of_one_rank",
     "agree", "unknown_divisor",
 }  # fmt: skip
+OF_THE_CONTRACT = {"Finalized", "GradientBuffers"}
+"""Guards of what Megatron does with the gradients, whatever the loss is."""
 ACCUMULATED = {"deferred_and_accumulated", "declared_late", "one_call_too_many"}
 REFUSED = r"accumulates=\w+ with (the distributed opt|--calculate-per-to).*, where Megatron may"
 """What comes before a fault of ``accumulates=``, for gradients are sharded."""
@@ -52,7 +55,8 @@ def check(layouts, row):
     if dist.get_rank() not in row.ranks:
         program()
         return
-    with pytest.raises(LossAggregationError, match=re.compile(row.message, re.DOTALL)):
+    kind = ContractError if row.guard in OF_THE_CONTRACT else LossAggregationError
+    with pytest.raises(kind, match=re.compile(row.message, re.DOTALL)):
         program()
 
 

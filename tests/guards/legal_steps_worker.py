@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from training_steps import plan_of, right
 
+from benchmarks.counting import counted
 from megatron_lossagg import (
     Aggregation,
     Layout,
@@ -61,6 +62,16 @@ def check_an_evaluation_with_gradients(make):
         assert len(told) == 1
     assert training.config.finalize_model_grads_func is finalize_model_grads
     trained_as_by_hand(training)
+
+
+def check_a_stage_without_a_loss_may_have_a_plan_and_has_nothing_to_read(make):
+    training = make()
+    with training.aggregator.begin(plan_of(training), num_microbatches=training.m) as step:
+        gradient = training.run(functools.partial(right, step))
+        with counted() as found:
+            step.finish()
+    assert bool(found.num_operations) == parallel_state.is_pipeline_last_stage()
+    same(training.step(right), gradient)
 
 
 def check_an_evaluation_may_find_gradients(make):
@@ -245,6 +256,7 @@ OF_PIPELINES = (
     check_evaluations_between_training_steps,
     check_an_evaluation_with_gradients,
     check_a_step_made_ahead_and_given_up,
+    check_a_stage_without_a_loss_may_have_a_plan_and_has_nothing_to_read,
 )
 
 

@@ -31,6 +31,7 @@ from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.guards.framework_loss import compare_with_framework
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.aggregation import Options
 from megatron_lossagg.reduction.faults import looks_again
 
@@ -62,6 +63,15 @@ def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(c
             ReducerError, f"microbatch {of} of rank {dist.get_rank()}: the script", "not known"
         ):
             run(a_hook().wrap(stock), chunk, data, forward_step_func=step)
+
+
+def check_another_term_is_warned_of_and_trains_on_where_guards_only_warn(chunk, stock):
+    weight = chunk.module.output_layer.weight
+    for term in (lambda: 0.5, lambda: 1e-12 * weight.square().sum()):  # by its value, by its graph
+        faults._warned.clear()  # it is warned of once
+        step = changed(lambda loss, mask, term=term: loss + term())
+        with pytest.warns(RuntimeWarning, match="^FrameworkLoss: microbatch 0 of rank"):
+            run(a_hook(guards="warn").wrap(stock), chunk, batches(0), forward_step_func=step)
 
 
 def check_a_loss_behind_a_reentrant_checkpoint_trains(chunk, stock):

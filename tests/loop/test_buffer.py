@@ -142,6 +142,13 @@ def test_counts_may_be_the_sums_of_masks():
     assert plan.weights.tolist() == [1 / 6, 1 / 9, 0]
 
 
+@pytest.mark.parametrize("of", [iter, lambda counts: torch.tensor(counts).view(-1, 1)])
+def test_counts_may_come_from_a_generator_or_in_a_column(of):
+    buffer = StepBuffer(iter([["aaa", "bb"]]), 1)
+    plan = buffer.plan(Aggregation("token_mean"), lambda microbatch: of(count(microbatch)))
+    assert plan.active_tokens.tolist() == [3, 2]
+
+
 def test_a_step_may_be_planned_again_under_another_aggregation():
     buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]), 2)
     for mode, weights in (("sample_mean", [1 / 3, 1 / 9, 1 / 6]), ("sample_sum", [1 / 3] * 3)):

@@ -131,6 +131,12 @@ def test_help_has_one_line_for_each_mode_where_text_is_raw():
         )
 
 
+def test_help_says_how_a_path_is_written():
+    text = parser().format_help()
+    for what in ("reducer", "weights"):
+        assert f"--loss-aggregation-{what}-path PKG.MOD:NAME\n" in text
+
+
 def test_a_reducer_path_is_given_alone():
     found = read("--loss-aggregation-reducer-path", "math:fsum")
     assert found == Aggregation("custom", reducer_path="math:fsum")

@@ -36,6 +36,9 @@ DECORATORS = {"property", "cached_property"}
 LEFT_OUT = "test_plan.py::test_the_warning_of_an_empty_step_points_at_its_caller"
 ARGUMENTS = ["-p", "no:cacheprovider", "--hypothesis-seed=0"]
 ARGUMENTS += [f"--deselect=tests/reduction/{LEFT_OUT}"]
+# over_ranks forks what they launch
+ARGUMENTS += [f"--deselect=tests/weigh/test_weigh.py::test_{of}" for of in ("dp2", "calls")]
+WEIGH = ("causes", "compare", "factors", "listen", "report", "weighing")
 PLANS = ("plan", "plan_totals", "plan_arguments")
 
 
@@ -69,10 +72,17 @@ OWNERSHIP = [
 COUNTS = checks_of("loop/step_counts_worker")
 TOGETHER = checks_of("guards/agreement_worker")
 HOOK = checks_of("loop/schedule_worker", "loop/schedule_refusals_worker")
+ENGINE = checks_of("loop/engine_worker", "loop/hybrid_engine_worker")
+DEFERRED = [
+    *(*of("reduction", "deferred_terms"), *checks_of("guards/deferred_steps_worker")),
+    *faults_of("before"),  # calls under another aggregation
+]
 COMPARISON = checks_of("loop/schedule_comparison_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
 HOOKED_GRADIENTS = ["mutants/over_ranks::test_gradients_under_the_hook"]
 RECORD = [*of("record", "recorder"), "mutants/over_ranks::test_records"]
+WEIGHED = ["weigh/test_measured", "weigh/test_weigh"]
+WEIGHED += checks_of("weigh/weigh_worker", "weigh/weigh_calls_worker", "weigh/programs_worker")
 WEIGHTS = of("reduction", "token_weights", "length_power")
 TABLE = [
     *of("reduction", *PLANS, "counts", "partial_losses", "own_weights", "sequence_weights"),
@@ -80,11 +90,12 @@ TABLE = [
     *(*of("reduction", "golden_steps"), *WEIGHTS, *PLAN),
 ]
 TESTS = {
-    "reduction/integers": of("reduction", "integers", "layout"),
+    "reduction/integers": of("reduction", "integers", "layout", "plan"),
     "reduction/modes": of("reduction", "aggregation", "plan"),
     "reduction/aggregation": [
-        *of("reduction", "aggregation", "plan", "own_weights", "custom_reducer", "options"),
-        *(*of("reduction", "length_power"), "loop/test_flags"),
+        *of("reduction", "aggregation", "plan", "own_weights", "custom_reducer"),
+        *of("reduction", "options", "length_power", "deferred_terms"),
+        *("loop/test_flags", *STEP),
     ],
     "reduction/layout": of(
         "reduction", "layout", "reducer", "device_path", "mask_checks", "not_finite"
@@ -114,11 +125,18 @@ TESTS = {
         *of("reduction", "mask_checks", "device_path", "positions", *PLANS),
     ],
     "contract/scaling": [*of("contract", "scaling"), "cli/test_explain"],
-    "guards/guard": of("contract", "sequence_tracker"),
-    "contract/megatron_options": of("contract", "megatron_options"),
+    "guards/guard": [
+        *(*of("contract", "sequence_tracker"), *STEP, *LEGAL_STEPS, *TOGETHER),
+        *checks_of("guards/warning_worker"),
+    ],
+    "contract/megatron_options": [
+        *(*of("contract", "megatron_options"), *AGGREGATOR),
+        *checks_of("weigh/weigh_calls_worker"),  # only options that move tokens
+    ],
     "guards/refilled": of("loop", "refilled", "buffer_memory"),
     "loop/flags": of("loop", "flags"),
     "contract/outputs": [*of("contract", "outputs"), *STEP, *GRADIENTS],
+    "contract/engine": [*ENGINE, *AGGREGATOR, *checks_of("weigh/weigh_worker")],
     "contract/model": [*AGGREGATOR, *GRADIENTS],
     "contract/finalize": [*FINALIZED, *faults_of("before"), *LEGAL_STEPS],
     "contract/side_losses": [*of("contract", "side_loss_scale"), *AGGREGATOR],
@@ -138,11 +156,17 @@ TESTS = {
         *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
     ],
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS, *COUNTS],
-    "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
+    "loop/deferred": DEFERRED,
+    "loop/probe": checks_of("loop/probe_worker"),
+    "loop/buffer": [
+        *of("loop", "buffer", "buffer_memory", "refilled"),
+        *checks_of("loop/buffer_worker"),
+    ],
     "loop/schedule_hook": [*HOOK, *COMPARISON, *HOOKED_GRADIENTS],
     "reduction/exchange": [*of("reduction", "exchange"), *PLAN, *TOGETHER],
     "record/step_record": [*of("record", "recorder"), "cli/test_diff"],
     "record/writer": RECORD,
+    **{f"weigh/{name}": WEIGHED for name in WEIGH},
 }
 """By a module's path in the package: files of tests/ without their suffix, or a test of one.
 

@@ -37,6 +37,16 @@ def test_a_fault_raises_the_error_that_it_was_recorded_with():
         faults.raise_first()
 
 
+def test_only_what_a_guard_found_is_told_instead_of_raised():
+    faults, told = Faults(), []
+    faults.on_guard = lambda *found: told.append(found)
+    faults.record([torch.tensor(1)], lambda values: "num_tokens", guard="Finalized")
+    faults.record([torch.tensor(1)], lambda values: "a wrong mask")
+    with pytest.raises(ReducerError, match="a wrong mask"):
+        faults.raise_first()
+    assert told == [("Finalized", "num_tokens")]
+
+
 def test_what_is_recorded_holds_no_graph():
     faults = Faults()
     partial_loss = (torch.ones(3, requires_grad=True) * 2).sum()

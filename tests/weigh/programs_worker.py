@@ -197,7 +197,10 @@ def token_mean_of(found, times=1.0):
 
 
 def torch_row(name, *, f, **how):
-    @row(f"torch's DDP, {name}", trains="token_mean" if f == 1 or WORLD == 1 else None)
+    is_right = f == 1 or WORLD == 1
+    says = "" if is_right else "1 after the losses, as measured, 2 times what"
+
+    @row(f"torch's DDP, {name}", trains="token_mean" if is_right else None, says=says)
     def run():
         found = toy.sequences()
         made = toy.torch_step(found, token_mean_of(found), **how)
@@ -453,9 +456,9 @@ def unnumbered_pieces(**more):
     return loop(listen, lengths=(((4, 4), (4, 4)), ((4, 4), (4, 3))), **more)
 
 
-row("pieces of one backward pass, M not passed", is_refused=True, says="in one backward pass")(
-    partial(unnumbered_pieces, num_microbatches=None)
-)
+row(
+    "pieces of one backward pass, M not passed", is_refused=True, says="'loss' in one backward pass"
+)(partial(unnumbered_pieces, num_microbatches=None))
 
 
 @row("the same tokens in a second term", trains="token_mean", term="policy")

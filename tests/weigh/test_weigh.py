@@ -332,6 +332,14 @@ def test_weights_inside_a_sequence_that_differ_in_sign_are_infinitely_apart(low,
     assert "one sequence, token to token" in text(step)
 
 
+def test_of_many_sequences_those_with_the_smallest_and_the_largest_weight_are_reported():
+    step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=weighing(range(1, 100), 4))])
+    lines = text(step).splitlines()
+    at = lines.index("6 of 99 sequences, those with the smallest and the largest mean weight")
+    named = [line.split()[0] for line in lines[at + 2 : -2]]
+    assert named == [f"0/0/{number}" for number in (0, 1, 2, 96, 97, 98)]
+
+
 def test_a_sequence_is_reported_by_its_name_within_80_columns():
     parts = weighing([1 / 8, 1 / 4], 4, name=["u" * 90] * 2)
     step = compare([replace(ranks(lambda n_mb, n: 1.0)[0], parts=parts)])
