@@ -8,13 +8,14 @@ An extra of this package installs the packages that only some commands need.
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -87,6 +88,20 @@ def write_whole(flag: str, path: Path, content: str | bytes) -> None:
             f"{flag} {path} cannot be written ({error.strerror}): name a file in a folder that "
             "exists and has space"
         ) from None
+
+
+def write_json(
+    path: Path | None, made: Any, *, default: Callable[[Any], Any] | None = None
+) -> None:
+    """Write what ``--json`` asks for, if it does; ``default``: as of :func:`json.dumps`.
+
+    A number that is not finite becomes None. Raises :class:`OutputError`.
+    """
+    from megatron_lossagg.weigh.report import finite
+
+    if path is not None:
+        text = json.dumps(finite(made), indent=1, allow_nan=False, default=default)
+        write_whole("--json", path, text + "\n")
 
 
 def _replace(target: Path, content: bytes) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_whole
+from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_json
 from megatron_lossagg.errors import LossAggregationError, say
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
@@ -109,9 +108,8 @@ def run(args: argparse.Namespace) -> int:
     )
     last: list[Outcome] = []
     run_job(job, timeout=args.timeout, take=take, report=last.append)
-    if args.json is not None:
-        made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
-        write_whole("--json", args.json, json.dumps(made, indent=1) + "\n")
+    made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
+    write_json(args.json, made)
     last += [
         Outcome(check=event["trained"], function="", state=FAIL, explanation=_UNHEARD)
         for event in steps
