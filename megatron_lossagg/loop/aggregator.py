@@ -63,7 +63,7 @@ def read_run(
         loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
         if options.side_losses == "follow":
             check_follow(chunks[0].config, aggregation)
-        frozen = Frozen.of(chunks, loss_scaling)
+        frozen = Frozen(chunks, loss_scaling)
         groups = LiveGroups.of(chunks)
         for one in (aggregation, *options.shadows.values()):
             check_parts(groups, one)
