@@ -27,7 +27,7 @@ from megatron_lossagg.contract.model import LiveGroups, checked_loss_scaling
 from megatron_lossagg.contract.scaling import K_FORMULA, LossScaling
 from megatron_lossagg.contract.side_losses import check_follow, note_on_side_losses
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts
+from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts, check_microbatches
 from megatron_lossagg.guards.each_step import check_parts
 from megatron_lossagg.guards.frozen import Frozen, agreed
 from megatron_lossagg.guards.guard import ScheduleCalls
@@ -153,11 +153,7 @@ def plan_of_rank(
 
 def _checked(given: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
     """Return the columns of a step with its M; raises :class:`PlanError`."""
-    if not is_integer(num_microbatches, lowest=1):
-        raise PlanError(
-            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
-            "schedule gets"
-        )
+    check_microbatches(num_microbatches, PlanError)
     own_m = given.get("num_microbatches", num_microbatches)
     if not (is_integer(own_m) and own_m == num_microbatches):
         raise PlanError(
