@@ -7,6 +7,7 @@ An extra of this package installs the packages that only some commands need.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -35,6 +36,17 @@ def seconds(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise ValueError
     return float(text)
+
+
+def given(
+    args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> dict[str, Any]:
+    """Return the options that differ from their default; ``add_arguments``: the command's."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    own = {action.dest for action in parser._actions}
+    values = {name: value for name, value in vars(args).items() if name in own}
+    return {name: value for name, value in values.items() if value != parser.get_default(name)}
 
 
 class OutputError(LossAggregationError, ValueError):

@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     launcher = _launcher()
     files.import_from_here()  # as the processes that are started do
     if args.loss_func is not None:
-        return verify_loss.run(args, _given(args) | ({"launcher": ""} if launcher else {}))
+        given = files.given(args, add_arguments)
+        return verify_loss.run(args, given | ({"launcher": ""} if launcher else {}))
     if args.batch is not None:
         raise ProofError(
             "got --batch without --loss-func, which it is for: add it, or drop --batch"
@@ -280,14 +281,6 @@ class _Launcher(NamedTuple):
 
     rank: int
     world_size: int
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that differ from their default."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    return {name: value for name, value in vars(args).items() if defaults.get(name, value) != value}
 
 
 def _launcher() -> _Launcher | None:

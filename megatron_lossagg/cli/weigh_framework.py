@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_json
@@ -21,16 +21,8 @@ from megatron_lossagg.verify.drivers.runs import (
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.job import Event
 
-_OF_A_SCRIPT = {
-    "at": 1,
-    "steps": 1,
-    "stop": False,
-    "picture": None,
-    "expect": None,
-    "divisor": None,
-    "cpu": False,
-}
-"""Options that a framework's step does not take, and their defaults."""
+_OF_A_SCRIPT = ("at", "steps", "stop", "picture", "expect", "divisor", "cpu")
+"""Options that a framework's step does not take."""
 _UNHEARD = (
     "got no term of which a token has a weight, expected some: its step did not call Megatron's "
     "schedule or the functions of the loss that weighing listens at, or trained nothing"
@@ -72,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, given: Collection[str]) -> int:
     """Print what a framework trains, stock and under a mode if one is asked for.
 
-    Returns 1 if its step failed, and 2 if it could not run.
+    ``given``: the options in use. Returns 1 if its step failed, and 2 if it could not run.
     """
-    given = [name for name, value in _OF_A_SCRIPT.items() if getattr(args, name) != value]
-    if args.script is not None or given:
-        what = [f"--{name}" for name in given] or [f"the script {args.script}"]
+    wrong = [name for name in _OF_A_SCRIPT if name in given]
+    if args.script is not None or wrong:
+        what = [f"--{name}" for name in wrong] or [f"the script {args.script}"]
         raise LossAggregationError(
             f"got --framework with {what[0]}, which is for a script: drop one of them"
         )
