@@ -13,7 +13,6 @@ Exit status: 0, or 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import textwrap
@@ -40,7 +39,7 @@ from megatron_lossagg.cli.explanation import (
     read_lengths,
     with_own_flags,
 )
-from megatron_lossagg.cli.files import check_outputs, import_from_here, write_whole
+from megatron_lossagg.cli.files import check_outputs, import_from_here, write_json
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.modes import ALIASES, MODES
@@ -181,9 +180,7 @@ def run(args: argparse.Namespace) -> int:
         )
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         say(with_own_flags(message))
-    if args.json is not None:
-        text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=str)  # fractions
-        write_whole("--json", args.json, text + "\n")
+    write_json(args.json, asdict(explanation), default=str)  # fractions
     chain = _chain(explanation) if given else ()
     _print([*_mode(explanation), *_weights(explanation), *_dashboard(explanation), *chain])
     return 0

@@ -7,14 +7,16 @@ An extra of this package installs the packages that only some commands need.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import math
 import os
 import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -34,6 +36,17 @@ def seconds(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise ValueError
     return float(text)
+
+
+def given(
+    args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> dict[str, Any]:
+    """Return the options that differ from their default; ``add_arguments``: the command's."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    own = {action.dest for action in parser._actions}
+    values = {name: value for name, value in vars(args).items() if name in own}
+    return {name: value for name, value in values.items() if value != parser.get_default(name)}
 
 
 class OutputError(LossAggregationError, ValueError):
@@ -87,6 +100,20 @@ def write_whole(flag: str, path: Path, content: str | bytes) -> None:
             f"{flag} {path} cannot be written ({error.strerror}): name a file in a folder that "
             "exists and has space"
         ) from None
+
+
+def write_json(
+    path: Path | None, made: Any, *, default: Callable[[Any], Any] | None = None
+) -> None:
+    """Write what ``--json`` asks for, if it does; ``default``: as of :func:`json.dumps`.
+
+    A number that is not finite becomes None. Raises :class:`OutputError`.
+    """
+    from megatron_lossagg.weigh.report import finite
+
+    if path is not None:
+        text = json.dumps(finite(made), indent=1, allow_nan=False, default=default)
+        write_whole("--json", path, text + "\n")
 
 
 def _replace(target: Path, content: bytes) -> None:

@@ -18,7 +18,6 @@ Progress goes to standard error, the result to standard output.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -32,9 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron_lossagg
-from megatron_lossagg.cli import verify_loss
-from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_whole
-from megatron_lossagg.cli.verify_report import Report, finite, markdown, show
+from megatron_lossagg.cli import files, verify_loss
+from megatron_lossagg.cli.verify_report import Report, markdown, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError, say
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
@@ -64,6 +62,7 @@ from megatron_lossagg.verify.job import (
 )
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.text import number_of
+from megatron_lossagg.weigh.report import finite
 
 _TIMEOUT = 900.0
 _OF_A_RUN = ("loss_aggregation_record", "loss_aggregation_shadow")
@@ -112,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--timeout",
-        type=seconds,
+        type=files.seconds,
         metavar="SECONDS",
         help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f}), and the "
         f"checks of --framework (default {TIMEOUT:.0f})",
@@ -122,9 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
     launcher = _launcher()
-    import_from_here()  # as the processes that are started do
+    files.import_from_here()  # as the processes that are started do
     if args.loss_func is not None:
-        return verify_loss.run(args, _given(args) | ({"launcher": ""} if launcher else {}))
+        given = files.given(args, add_arguments)
+        return verify_loss.run(args, given | ({"launcher": ""} if launcher else {}))
     if args.batch is not None:
         raise ProofError(
             "got --batch without --loss-func, which it is for: add it, or drop --batch"
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         # To its end: rank 0 waits there.
         verdicts = [verdict for event in job.run() for verdict in event.get("verdicts", ())]
         return int(not all(verdict["passed"] for verdict in verdicts))
-    check_outputs({"--json": args.json, "--markdown": args.markdown})  # before the run
+    files.check_outputs({"--json": args.json, "--markdown": args.markdown})  # before the run
     begun = time.monotonic()
     framework = _framework_report(args)
     if framework is not None and none_ran(framework["checks"]):
@@ -248,10 +248,9 @@ def _write(args: argparse.Namespace, report: Report) -> None:
     """Print the report and write its files."""
     show(report)
     sys.stdout.flush()
-    if args.json is not None:
-        write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    files.write_json(args.json, report)
     if args.markdown is not None:
-        write_whole("--markdown", args.markdown, markdown(report))
+        files.write_whole("--markdown", args.markdown, markdown(report))
 
 
 def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -282,14 +281,6 @@ class _Launcher(NamedTuple):
 
     rank: int
     world_size: int
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that differ from their default."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    return {name: value for name, value in vars(args).items() if defaults.get(name, value) != value}
 
 
 def _launcher() -> _Launcher | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_lossagg.cli.files import check_outputs, write_whole
-from megatron_lossagg.cli.verify_report import finite
+from megatron_lossagg.cli.files import check_outputs, write_json
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.own_loss import SPLITS, TIMEOUT, check_loss
@@ -52,7 +50,5 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         timeout=args.timeout or TIMEOUT,
     )
     print(check)
-    if args.json is not None:
-        report = finite({"passed": check.passed, **asdict(check)})
-        write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    write_json(args.json, {"passed": check.passed, **asdict(check)})
     return int(not check.passed)

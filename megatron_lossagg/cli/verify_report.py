@@ -9,7 +9,6 @@ framework's checks and the environment are folded.
 from __future__ import annotations
 
 import html
-import math
 import re
 import sys
 import textwrap
@@ -53,15 +52,6 @@ _WIDEST = 10_000
 _NARROW = 120
 """Below so many characters a table has no ``_LEFT_OUT``, and wraps between the words of a name."""
 _LEFT_OUT = ("loss error", "weights error")
-
-
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent by None, at any depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list) else value
 
 
 def show(report: Report) -> None:

@@ -12,7 +12,6 @@ framework's own step on a drawn batch, without GPUs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import textwrap
 from difflib import get_close_matches
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli import weigh_framework
-from megatron_lossagg.cli.files import check_outputs, needed, write_whole
+from megatron_lossagg.cli.files import check_outputs, given, needed, write_json, write_whole
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES, unknown_name
@@ -142,7 +141,7 @@ def _compared(names: str) -> tuple[str, ...]:
 def run(args: argparse.Namespace) -> int:
     """Run the script and weigh its steps; return the exit status."""
     if args.framework is not None:
-        return weigh_framework.run(args)
+        return weigh_framework.run(args, given(args, add_arguments))
     if args.at < 1 or args.steps < 1:
         raise LossAggregationError(
             f"got --at {args.at} --steps {args.steps}, expected a step from 1 on, and at least one"
@@ -276,7 +275,7 @@ def _printed(args: argparse.Namespace, unwritten: list[str]) -> Any:
                 "sequences": [entry for one in objects for entry in one["sequences"]],
                 "modes": objects[-1]["modes"],
             }
-            write_whole("--json", args.json, json.dumps(merged, indent=1) + "\n")
+            write_json(args.json, merged)
         if args.picture is not None:
             kind = args.picture.suffix[1:]
             write_whole("--picture", args.picture, drawn(step, kind, number=number))

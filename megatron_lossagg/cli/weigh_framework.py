@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_whole
+from megatron_lossagg.cli.files import check_outputs, import_from_here, seconds, write_json
 from megatron_lossagg.errors import LossAggregationError, say
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
@@ -22,16 +21,8 @@ from megatron_lossagg.verify.drivers.runs import (
 from megatron_lossagg.verify.drivers.table import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.job import Event
 
-_OF_A_SCRIPT = {
-    "at": 1,
-    "steps": 1,
-    "stop": False,
-    "picture": None,
-    "expect": None,
-    "divisor": None,
-    "cpu": False,
-}
-"""Options that a framework's step does not take, and their defaults."""
+_OF_A_SCRIPT = ("at", "steps", "stop", "picture", "expect", "divisor", "cpu")
+"""Options that a framework's step does not take."""
 _UNHEARD = (
     "got no term of which a token has a weight, expected some: its step did not call Megatron's "
     "schedule or the functions of the loss that weighing listens at, or trained nothing"
@@ -73,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, given: Collection[str]) -> int:
     """Print what a framework trains, stock and under a mode if one is asked for.
 
-    Returns 1 if its step failed, and 2 if it could not run.
+    ``given``: the options in use. Returns 1 if its step failed, and 2 if it could not run.
     """
-    given = [name for name, value in _OF_A_SCRIPT.items() if getattr(args, name) != value]
-    if args.script is not None or given:
-        what = [f"--{name}" for name in given] or [f"the script {args.script}"]
+    wrong = [name for name in _OF_A_SCRIPT if name in given]
+    if args.script is not None or wrong:
+        what = [f"--{name}" for name in wrong] or [f"the script {args.script}"]
         raise LossAggregationError(
             f"got --framework with {what[0]}, which is for a script: drop one of them"
         )
@@ -109,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
     )
     last: list[Outcome] = []
     run_job(job, timeout=args.timeout, take=take, report=last.append)
-    if args.json is not None:
-        made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
-        write_whole("--json", args.json, json.dumps(made, indent=1) + "\n")
+    made = {"framework": args.framework, "dp": args.dp, "cp": args.cp, "steps": steps}
+    write_json(args.json, made)
     last += [
         Outcome(check=event["trained"], function="", state=FAIL, explanation=_UNHEARD)
         for event in steps

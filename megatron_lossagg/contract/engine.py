@@ -10,7 +10,6 @@ lies and when it is reduced. Nothing outside of ``contract/`` asks which one a c
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,166 +25,61 @@ _INDEX = "megatron_fsdp_dist_index"
 """What a chunk in Megatron-FSDP has."""
 
 
-class Engine(ABC):
-    """What wraps a chunk. Nothing here communicates."""
+class Engine:
+    """What wraps a chunk; this one is ``megatron.core.distributed.DistributedDataParallel``.
+
+    What another answers differently is its subclass's. Nothing here communicates.
+    """
 
     def __init__(self, chunk: Any) -> None:
         self.chunk = chunk
 
     @property
-    @abstractmethod
     def dp_group(self) -> ProcessGroup:
         """The dense data-parallel group without context parallelism."""
+        group: ProcessGroup = self.chunk.dp_group
+        return group
 
     @property
-    @abstractmethod
     def dp_cp_group(self) -> ProcessGroup:
         """The same with context parallelism."""
+        group: ProcessGroup = self.chunk.dp_cp_group
+        return group
 
     @property
-    @abstractmethod
     def pp_group(self) -> ProcessGroup:
         """The pipeline-parallel group."""
+        group: ProcessGroup = self.chunk.pp_group
+        return group
 
     @property
-    @abstractmethod
     def has_experts(self) -> bool:
         """Whether this rank holds some of its experts."""
-
-    @property
-    @abstractmethod
-    def expert_group(self) -> ProcessGroup:
-        """The ranks that hold the same experts, if it has some."""
-
-    @property
-    @abstractmethod
-    def shards(self) -> bool:
-        """Whether a rank's reduced gradients are only those of its optimizer."""
-
-    @property
-    @abstractmethod
-    def adds_up_shards(self) -> bool:
-        """Whether microbatches add up gradients that are reduced, a part of them on each rank."""
-
-    @property
-    @abstractmethod
-    def modules(self) -> tuple[Any, ...]:
-        """Whose methods a config may name as ``no_sync_func`` or ``grad_sync_func``."""
-
-    @abstractmethod
-    def fault(self) -> str:
-        """Say why it is not supported as it is set up; empty if it is."""
-
-    @abstractmethod
-    def factors(self, *, of_experts: bool) -> set[float]:
-        """Return what it multiplies gradients by before it adds them over ranks."""
-
-    @abstractmethod
-    def gradients(self) -> Iterator[Tensor]:
-        """Yield what it adds a step's gradients up in."""
-
-    @abstractmethod
-    def parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield what backward passes add gradients of, with its name in the model."""
-
-    @abstractmethod
-    def added_up(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return where this rank adds up its gradient, flat, and the first entry of that."""
-
-    @abstractmethod
-    def reduced(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return what this rank has of its reduced gradient, flat, and the first entry of that."""
-
-    @abstractmethod
-    def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call a function when gradients are zeroed, if a rank :attr:`adds_up_shards`.
-
-        Returns what ends it.
-        """
-
-    @property
-    @abstractmethod
-    def called(self) -> Any:
-        """The innermost module whose hooks run in a forward pass."""
-
-    @abstractmethod
-    def needs_no_sync(self, num_microbatches: int) -> bool:
-        """Whether it reduces over several ranks wrongly outside of a ``no_sync`` of its own."""
-
-    @property
-    @abstractmethod
-    def reduces_twice_in_no_sync(self) -> bool:
-        """Whether it reduces once more than finalize does if its ``no_sync`` is used."""
-
-    @abstractmethod
-    def hold(self) -> AbstractContextManager[None]:
-        """Let no microbatch inside it be the last, which starts the reduction."""
-
-    @abstractmethod
-    def cannot_hold(self) -> str:
-        """Say why it cannot reduce once after several schedule calls; empty if it can."""
-
-    @abstractmethod
-    def reduce_held(self) -> None:
-        """Start the reduction that a ``no_sync`` has held back, if finalize does not. Collectives:
-        its own.
-        """
-
-    @abstractmethod
-    def wrap(self, config: Any, ddp_config: Any, module: Any, unit: type) -> Any:
-        """Wrap another model as the chunk was. Collectives: its own.
-
-        ``unit``: class of the submodules that are gathered and freed as a whole.
-        """
-
-
-def engine_of(chunk: Any) -> Engine:
-    """Return a chunk's engine, of which :meth:`Engine.fault` says whether it is supported."""
-    return _MegatronFsdp(chunk) if hasattr(chunk, _INDEX) else _Ddp(chunk)
-
-
-def is_chunk(model: Any) -> bool:
-    """Whether a model is in one of Megatron-Core's engines, which need not be installed."""
-    # torch's modules have a method of the name.
-    return hasattr(model, _INDEX) or isinstance(getattr(model, "buffers", None), list)
-
-
-class _Ddp(Engine):
-    """``megatron.core.distributed.DistributedDataParallel``."""
-
-    @property
-    def dp_group(self) -> Any:
-        return self.chunk.dp_group
-
-    @property
-    def dp_cp_group(self) -> Any:
-        return self.chunk.dp_cp_group
-
-    @property
-    def pp_group(self) -> Any:
-        return self.chunk.pp_group
-
-    @property
-    def has_experts(self) -> bool:
         return bool(self.chunk.expert_parallel_buffers)
 
     @property
-    def expert_group(self) -> Any:
-        return self.chunk.expt_dp_group
+    def expert_group(self) -> ProcessGroup:
+        """The ranks that hold the same experts, if it has some."""
+        group: ProcessGroup = self.chunk.expt_dp_group
+        return group
 
     @property
     def shards(self) -> bool:
+        """Whether a rank's reduced gradients are only those of its optimizer."""
         return bool(self.chunk.ddp_config.use_distributed_optimizer)
 
     @property
     def adds_up_shards(self) -> bool:
+        """Whether microbatches add up gradients that are reduced, a part of them on each rank."""
         return False
 
     @property
     def modules(self) -> tuple[Any, ...]:
+        """Whose methods a config may name as ``no_sync_func`` or ``grad_sync_func``."""
         return (self.chunk,)
 
     def fault(self) -> str:
+        """Say why it is not supported as it is set up; empty if it is."""
         from megatron.core.distributed import DistributedDataParallel
 
         kind = type(self.chunk).__name__
@@ -202,6 +96,7 @@ class _Ddp(Engine):
         )
 
     def factors(self, *, of_experts: bool) -> set[float]:
+        """Return what it multiplies gradients by before it adds them over ranks."""
         experts = self.chunk.expert_parallel_buffers if of_experts else []
         buffers = [*self.chunk.buffers, *experts]
         # It scales by each bucket's own copy.
@@ -209,6 +104,7 @@ class _Ddp(Engine):
         return {part.gradient_scaling_factor for part in scaled}
 
     def gradients(self) -> Iterator[Tensor]:
+        """Yield what it adds a step's gradients up in."""
         # Then parameters are gathered into the gradient buffers.
         if getattr(self.chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
             return
@@ -217,14 +113,17 @@ class _Ddp(Engine):
                 yield buffer.grad_data
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield what backward passes add gradients of, with its name in the model."""
         for name, parameter in self.chunk.module.named_parameters():
             if getattr(parameter, "main_grad", None) is not None:
                 yield name, parameter
 
     def added_up(self, parameter: Any) -> tuple[Tensor, int]:
+        """Return where this rank adds up its gradient, flat, and the first entry of that."""
         return parameter.main_grad.view(-1), 0
 
     def reduced(self, parameter: Any) -> tuple[Tensor, int]:
+        """Return what this rank has of its reduced gradient, flat, and the first entry of that."""
         whole, first = self.added_up(parameter)
         groups = (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups)
         for group in groups if self.shards else ():
@@ -239,31 +138,47 @@ class _Ddp(Engine):
         return whole, first
 
     def when_zeroed(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call a function when gradients are zeroed, if a rank :attr:`adds_up_shards`.
+
+        Returns what ends it.
+        """
         return lambda: None
 
     @property
     def called(self) -> Any:
+        """The innermost module whose hooks run in a forward pass."""
         return unwrapped(self.chunk)
 
     def needs_no_sync(self, num_microbatches: int) -> bool:
+        """Whether it reduces over several ranks wrongly outside of a ``no_sync`` of its own."""
         return bool(self.chunk.ddp_config.overlap_grad_reduce and num_microbatches > 1)
 
     @property
     def reduces_twice_in_no_sync(self) -> bool:
+        """Whether it reduces once more than finalize does if its ``no_sync`` is used."""
         return False
 
     def hold(self) -> AbstractContextManager[None]:
+        """Let no microbatch inside it be the last, which starts the reduction."""
         held: AbstractContextManager[None] = self.chunk.no_sync()
         return held
 
     def cannot_hold(self) -> str:
+        """Say why it cannot reduce once after several schedule calls; empty if it can."""
         return ""
 
     def reduce_held(self) -> None:
+        """Start the reduction that a ``no_sync`` has held back, if finalize does not. Collectives:
+        its own.
+        """
         if self.chunk.ddp_config.overlap_grad_reduce:  # no backward pass has started it
             self.chunk.start_grad_sync()
 
     def wrap(self, config: Any, ddp_config: Any, module: Any, unit: type) -> Any:
+        """Wrap another model as the chunk was. Collectives: its own.
+
+        ``unit``: class of the submodules that are gathered and freed as a whole.
+        """
         wrapper = type(self.chunk)
         more: dict[str, Any] = {}
         if "pg_collection" in inspect.signature(wrapper.__init__).parameters:  # from 0.15 on
@@ -275,6 +190,17 @@ class _Ddp(Engine):
                     setattr(groups, name.removesuffix("_group"), group)
             more["pg_collection"] = groups
         return wrapper(config=config, ddp_config=ddp_config, module=module, **more)
+
+
+def engine_of(chunk: Any) -> Engine:
+    """Return a chunk's engine, of which :meth:`Engine.fault` says whether it is supported."""
+    return _MegatronFsdp(chunk) if hasattr(chunk, _INDEX) else Engine(chunk)
+
+
+def is_chunk(model: Any) -> bool:
+    """Whether a model is in one of Megatron-Core's engines, which need not be installed."""
+    # torch's modules have a method of the name.
+    return hasattr(model, _INDEX) or isinstance(getattr(model, "buffers", None), list)
 
 
 def _is_left(buffer: Any) -> bool:

@@ -24,12 +24,20 @@ class FinalizeHook:
     """Stands in for a config's finalize function while one step runs, and calls it.
 
     ``on_finalize``: gets num_tokens, which is of this rank still, before the config's own function
-    does. No collective, no host sync.
+    does. ``after``: called when the gradients are finalized, or scaled once more by a deferred
+    step; a hook that has it changes nothing, so that a deferred step may begin while it listens.
+    No collective, no host sync.
     """
 
-    def __init__(self, config: Any, on_finalize: Callable[[Tensor | None], None]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        on_finalize: Callable[[Tensor | None], None],
+        after: Callable[[], None] | None = None,
+    ) -> None:
         self._config = config
         self._on_finalize = on_finalize
+        self.after = after
         self._stock = config.finalize_model_grads_func
         self.is_ended = False
         config.finalize_model_grads_func = self.finalize
@@ -37,10 +45,13 @@ class FinalizeHook:
     def finalize(
         self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Tell ``on_finalize``, and finalize as before."""
+        """Tell ``on_finalize``, finalize as before, and tell ``after``."""
         if not self.is_ended:
             self._on_finalize(num_tokens)
-        return self._stock(model, num_tokens, *args, **kwargs)
+        found = self._stock(model, num_tokens, *args, **kwargs)
+        if self.after is not None and not self.is_ended:
+            self.after()
+        return found
 
     def end(self) -> None:
         """Put the config's own function back, unless a later step's hook stands before it."""
@@ -51,31 +62,6 @@ class FinalizeHook:
         self._config.finalize_model_grads_func = function
 
 
-class ListeningHook(FinalizeHook):
-    """A hook that changes nothing, so that a deferred step may begin while it listens.
-
-    ``after``: called when the gradients are finalized, or scaled once more by a deferred step.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        on_finalize: Callable[[Tensor | None], None],
-        after: Callable[[], None],
-    ) -> None:
-        super().__init__(config, on_finalize)
-        self.after = after
-
-    def finalize(
-        self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Finalize as before, and tell ``after``."""
-        found = super().finalize(model, num_tokens, *args, **kwargs)
-        if not self.is_ended:
-            self.after()
-        return found
-
-
 def hook_of(function: Any) -> FinalizeHook | None:
     """Return the hook whose function this is, if it is one's."""
     owner = getattr(function, "__self__", None)
@@ -84,7 +70,7 @@ def hook_of(function: Any) -> FinalizeHook | None:
 
 def without_listeners(function: Any) -> Any:
     """Return a finalize function without those that only listen to it."""
-    while isinstance(hook := getattr(function, "__self__", None), ListeningHook):
+    while (hook := hook_of(function)) is not None and hook.after is not None:
         function = hook._stock
     return function
 
@@ -139,9 +125,10 @@ class HeldGradients:
         """How often the schedule has finalized."""
         self._num_tokens: Tensor | None = None
         self._more: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        hook = hook_of(self.own_finalize)
+        self._after = None if hook is None else hook.after
         owner = getattr(self.own_finalize, "__self__", None)
-        self._listens = owner if isinstance(owner, ListeningHook) else None
-        if isinstance(owner, FinalizeHook | HeldGradients) and self._listens is None:
+        if isinstance(owner, FinalizeHook | HeldGradients) and self._after is None:
             raise ContractError(
                 "got a deferred step inside a step of the same model: begin it before its schedule "
                 "calls, and end the one before it"
@@ -200,5 +187,5 @@ class HeldGradients:
         for chunk in self._chunks:
             if factor != 1:
                 chunk.scale_gradients(factor)
-        if self._listens is not None:
-            self._listens.after()
+        if self._after is not None:
+            self._after()

@@ -23,7 +23,7 @@ from megatron_lossagg.contract.finalize import (
 from megatron_lossagg.contract.model import LiveGroups, may_hold_back
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, LossScaling
 from megatron_lossagg.contract.side_losses import side_losses_of
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import ContractError, LossAggregationError
 from megatron_lossagg.guards.frozen import Frozen
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.integers import is_integer
@@ -154,11 +154,7 @@ def finalize_function(run: RunFacts, asked: Asked) -> None:
 
 def numbers(run: RunFacts, asked: Asked) -> None:
     """Refuse an M, a number of the step or of schedule calls that is not an integer from 1."""
-    if not is_integer(asked.num_microbatches, lowest=1):
-        raise ContractError(
-            f"got num_microbatches {asked.num_microbatches!r}, expected an integer from 1: pass "
-            "what the schedule gets"
-        )
+    check_microbatches(asked.num_microbatches, ContractError)
     if asked.iteration is not None and not is_integer(asked.iteration, lowest=1):
         raise ContractError(
             f"got iteration {asked.iteration!r}, expected an integer from 1: pass the number of "
@@ -168,6 +164,14 @@ def numbers(run: RunFacts, asked: Asked) -> None:
         raise ContractError(
             f"got accumulates={asked.accumulates!r}, expected a bool or an integer from 1: pass "
             "how many schedule calls the optimizer step has"
+        )
+
+
+def check_microbatches(num: object, error: type[LossAggregationError]) -> None:
+    """Refuse an M that is not an integer from 1."""
+    if not is_integer(num, lowest=1):
+        raise error(
+            f"got num_microbatches {num!r}, expected an integer from 1: pass what the schedule gets"
         )
 
 

@@ -23,7 +23,7 @@ from megatron_lossagg.contract.finalize import hook_of, is_same_function, own_fi
 from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.before import check_accumulated, check_total
-from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts
+from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout
@@ -148,20 +148,16 @@ class GradientBuffers(Guard):
     )
     costs = "two strided counts of at most 4,096 values of each gradient buffer, once a step"
 
-    def __init__(
-        self, calls: ScheduleCalls, declared: bool | int, *, is_deferred: bool = False
-    ) -> None:
-        self._is_deferred = is_deferred
-        self._calls = calls
-        self._declared = declared
+    def __init__(self, step: StepFacts) -> None:
+        self._is_deferred = step.scaling.is_deferred
+        self._calls = step.calls
+        self._declared = step.accumulates
         self._left: list[Tensor] = []
 
     @classmethod
     def of(cls, step: StepFacts) -> GradientBuffers | None:
         """Make it for a training step."""
-        if step.forward_only:
-            return None
-        return cls(step.calls, step.accumulates, is_deferred=step.scaling.is_deferred)
+        return None if step.forward_only else cls(step)
 
     def on_first_outputs(self, step: StepFacts) -> None:
         """Look at the buffers before the first loss of a pass."""

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.faults import Describe
+from megatron_lossagg.weigh.listen import nodes_below
 
 _AT_ONCE = 16
 """Parameters whose gradients are computed, and in memory, at once."""
@@ -34,9 +35,9 @@ def compare_graphs(
     No host sync; if the loss reaches such a parameter, a backward pass from it to there, never
     through ``output``, which may communicate.
     """
-    known = set(_nodes(losses, {output.node}))
+    known = set(nodes_below(losses.grad_fn, [output.node]))
     leads: dict[Tensor, list[tuple[Any, int]]] = {}
-    for node in _nodes(found, {output.node, *known}):
+    for node in nodes_below(found.grad_fn, [output.node, *known]):
         for place, (parent, _) in enumerate(node.next_functions):
             leaf = getattr(parent, "variable", None)
             if isinstance(leaf, torch.nn.Parameter) and parent not in known:
@@ -110,18 +111,6 @@ def _reaches_more(described: list[tuple[list[int], str]], values: list[float]) -
         "model's output: it has terms that are not known here (a penalty of weights, a "
         f"distillation loss), {_CHANGE}.{unknown}"
     )
-
-
-def _nodes(root: Tensor, stop: set[Any]) -> Iterator[Any]:
-    """Yield the nodes of a tensor's graph up to ``stop``."""
-    seen: set[Any] = {*stop, None}
-    todo: list[Any] = [root.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo += [parent for parent, _ in node.next_functions]
 
 
 def compare_with_framework(

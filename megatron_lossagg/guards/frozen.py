@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lossagg.contract.engine import Engine, engine_of
+from megatron_lossagg.contract.engine import engine_of
 from megatron_lossagg.contract.scaling import LossScaling, ddp_factor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.exchange import Exchange, Told
@@ -48,50 +47,33 @@ _FLIPPED = (
 )
 
 
-@dataclass(frozen=True)
-class _FrozenChunk:
-    """What one chunk keeps of the loss scaling that it was built in."""
-
-    chunk: Any
-    engine: Engine
-    modules: tuple[tuple[str, Any], ...]
-    """Those with a ``calculate_per_token_loss`` of their own: MoE routers."""
-
-
 class Frozen:
     """What building and wrapping a model froze of the loss scaling, and whether it still holds.
 
-    :meth:`of` walks every module of the chunks, once; :meth:`check` only what it found. A module
-    that is added or replaced afterwards is not seen. Neither communicates.
+    Making it walks every module of the chunks and compares; :meth:`check` looks only at what was
+    found. A module that is added or replaced afterwards is not seen. Neither communicates.
     """
 
-    def __init__(
-        self, chunks: Sequence[_FrozenChunk], loss_scaling: LossScaling, cp_size: int
-    ) -> None:
-        self._chunks = tuple(chunks)
-        self._loss_scaling = loss_scaling
-        self._cp_size = cp_size
-
-    @staticmethod
-    def of(chunks: Sequence[Any], loss_scaling: LossScaling) -> Frozen:
-        """Find routers, and compare them for the first time."""
-        found = []
-        for chunk in chunks:
-            modules = tuple(
+    def __init__(self, chunks: Sequence[Any], loss_scaling: LossScaling) -> None:
+        self._engines = [engine_of(chunk) for chunk in chunks]
+        self._routers = [
+            [
                 (name, module)
                 for name, module in chunk.named_modules()
                 if isinstance(getattr(module, "calculate_per_token_loss", None), bool)
-            )
-            found.append(_FrozenChunk(chunk, engine_of(chunk), modules))
-        frozen = Frozen(found, loss_scaling, int(chunks[0].config.context_parallel_size))
-        frozen.check()
-        return frozen
+            ]
+            for chunk in chunks
+        ]
+        """Of each chunk the modules with a ``calculate_per_token_loss`` of their own."""
+        self._loss_scaling = loss_scaling
+        self._cp_size = int(chunks[0].config.context_parallel_size)
+        self.check()
 
     def check(self) -> None:
         """Compare with the live configs; raises :class:`ContractError` if they differ."""
         per_token = self._loss_scaling == "per_token"
-        for index, frozen in enumerate(self._chunks):
-            chunk, config = frozen.chunk, frozen.chunk.config
+        for index, (engine, routers) in enumerate(zip(self._engines, self._routers, strict=True)):
+            chunk, config = engine.chunk, engine.chunk.config
             if bool(config.calculate_per_token_loss) != per_token:
                 raise ContractError(
                     f"calculate_per_token_loss is {config.calculate_per_token_loss} in the config "
@@ -105,7 +87,7 @@ class Frozen:
                     "layouts are read once; leave it, and eval_context_parallel_size of "
                     "Megatron-Bridge unset"
                 )
-            size = dist.get_world_size(frozen.engine.dp_cp_group)
+            size = dist.get_world_size(engine.dp_cp_group)
             averages = bool(chunk.ddp_config.average_in_collective)
             if per_token and averages:
                 raise ContractError(
@@ -115,14 +97,14 @@ class Frozen:
                 )
             expected = ddp_factor(self._loss_scaling, size, average_in_collective=averages)
             # In the average loss scaling experts have a factor of their own.
-            factors = frozen.engine.factors(of_experts=per_token)
+            factors = engine.factors(of_experts=per_token)
             if factors - {expected}:
                 raise ContractError(
                     f"chunk {index} scales gradients by {sorted(factors)}, the "
                     f"{self._loss_scaling} loss scaling over {size} ranks scales by {expected}: "
                     f"{_FLIPPED}"
                 )
-            for name, module in frozen.modules:
+            for name, module in routers:
                 if module.calculate_per_token_loss != per_token:
                     raise ContractError(
                         f"{name} was built with calculate_per_token_loss="

@@ -27,7 +27,7 @@ from megatron_lossagg.contract.model import LiveGroups, checked_loss_scaling
 from megatron_lossagg.contract.scaling import K_FORMULA, LossScaling
 from megatron_lossagg.contract.side_losses import check_follow, note_on_side_losses
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts
+from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts, check_microbatches
 from megatron_lossagg.guards.each_step import check_parts
 from megatron_lossagg.guards.frozen import Frozen, agreed
 from megatron_lossagg.guards.guard import ScheduleCalls
@@ -63,7 +63,7 @@ def read_run(
         loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
         if options.side_losses == "follow":
             check_follow(chunks[0].config, aggregation)
-        frozen = Frozen.of(chunks, loss_scaling)
+        frozen = Frozen(chunks, loss_scaling)
         groups = LiveGroups.of(chunks)
         for one in (aggregation, *options.shadows.values()):
             check_parts(groups, one)
@@ -84,17 +84,6 @@ def read_run(
     return run, record_group, record_file
 
 
-def agree_further(run: RunFacts, aggregation: Aggregation) -> None:
-    """Check that a run can train a further aggregation, which is the same on every rank.
-
-    Raises :class:`ContractError` on every rank. One all-gather over the world.
-    """
-    with agreed() as ranks:
-        check_parts(run.groups, aggregation)
-        ranks.own = _settings_of(aggregation)
-    run.agreed.add(aggregation)
-
-
 def _settings_of(aggregation: Aggregation) -> str:
     """Write what must be the same on all ranks of an aggregation."""
     return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
@@ -110,16 +99,6 @@ def aggregation_of(aggregation: Aggregation | str, numbers: dict[str, Any]) -> A
             f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
         )
     return aggregation
-
-
-def described(aggregation: Aggregation, run: RunFacts, probe: object, note: str) -> str:
-    """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
-    cp = "dynamic" if run.groups.is_dynamic else run.groups.cp_size
-    line = (
-        f"loss aggregation {aggregation}; loss scaling {run.loss_scaling}, K = "
-        f"{K_FORMULA[run.loss_scaling]} (DP {run.groups.dp_size}, CP {cp}); probe: {probe or 'off'}"
-    )
-    return f"{line}\n{note}" if note else line
 
 
 def plan_of_rank(
@@ -153,11 +132,7 @@ def plan_of_rank(
 
 def _checked(given: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
     """Return the columns of a step with its M; raises :class:`PlanError`."""
-    if not is_integer(num_microbatches, lowest=1):
-        raise PlanError(
-            f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what the "
-            "schedule gets"
-        )
+    check_microbatches(num_microbatches, PlanError)
     own_m = given.get("num_microbatches", num_microbatches)
     if not (is_integer(own_m) and own_m == num_microbatches):
         raise PlanError(
@@ -406,7 +381,10 @@ class LossAggregator:
         Raises :class:`ContractError` on every rank. One all-gather over the world, by
         every rank.
         """
-        agree_further(self._run, aggregation)
+        with agreed() as ranks:
+            check_parts(self.groups, aggregation)
+            ranks.own = _settings_of(aggregation)
+        self._run.agreed.add(aggregation)
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
         """Return the layout of packed sequences for this rank; see :meth:`LiveGroups.thd`."""
@@ -598,4 +576,10 @@ class LossAggregator:
 
     def describe(self) -> str:
         """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
-        return described(self.aggregation, self._run, self.probe, self.note)
+        groups, scaling = self.groups, self.loss_scaling
+        cp = "dynamic" if groups.is_dynamic else groups.cp_size
+        line = (
+            f"loss aggregation {self.aggregation}; loss scaling {scaling}, K = "
+            f"{K_FORMULA[scaling]} (DP {groups.dp_size}, CP {cp}); probe: {self.probe or 'off'}"
+        )
+        return f"{line}\n{self.note}" if self.note else line

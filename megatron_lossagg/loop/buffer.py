@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.guards.before import check_microbatches
 from megatron_lossagg.guards.refilled import KeptObjects
 from megatron_lossagg.reduction.aggregation import Aggregation, Options
 from megatron_lossagg.reduction.exchange import TP_RANK, to_begin, together
-from megatron_lossagg.reduction.integers import IntsLike, is_integer
+from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import PADDING
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Checked, Sequences
@@ -82,11 +83,7 @@ class StepBuffer:
         *,
         step_number: int | None = None,
     ) -> None:
-        if not is_integer(num_microbatches, lowest=1):
-            raise PlanError(
-                f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass what "
-                "the schedule gets"
-            )
+        check_microbatches(num_microbatches, PlanError)
         if data_iterator is not None and not hasattr(data_iterator, "__next__"):
             raise PlanError(
                 f"got a {type(data_iterator).__name__}, expected one iterator of microbatches or "

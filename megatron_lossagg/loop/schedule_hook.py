@@ -352,10 +352,11 @@ class ScheduleHook:
         self.k = step.k
         data = _OneRead() if reads else None
         replay = _Replay(
-            data,
+            data=data,
             integration=self.integration,
             forward_step=call["forward_step_func"],
             aggregator=aggregator,
+            chunk=unwrapped(aggregator.chunks[-1]),
             microbatches=iter(buffer),
             step=step,
             trains=trains,
@@ -425,63 +426,56 @@ class _OneRead:
         return self.unread.pop()
 
 
+@dataclass(kw_only=True, eq=False)
 class _Replay:
     """A framework's forward_step_func over a step's microbatches, with the configured loss."""
 
-    def __init__(
-        self,
-        data: _OneRead | None,
-        *,
-        integration: Integration,
-        forward_step: Callable[..., Any],
-        aggregator: LossAggregator,
-        microbatches: Iterator[StepMicrobatch],
-        step: Step,
-        trains: bool,
-        compares: bool,
-        looks_closely: bool,
-    ) -> None:
-        functools.update_wrapper(self, forward_step)
-        self._data = data
-        """What the framework reads; None on a rank without data."""
-        self._integration = integration
-        self._forward_step = forward_step
-        self._aggregator = aggregator
-        self._chunk = unwrapped(aggregator.chunks[-1])
-        self._microbatches = microbatches
-        self._step = step
-        self._trains = trains
-        self._compares = compares
-        self._looks_closely = looks_closely
-        """Whether graph and gradient of the framework's loss are compared too."""
+    data: _OneRead | None
+    """What the framework reads; None on a rank without data."""
+    integration: Integration
+    forward_step: Callable[..., Any]
+    aggregator: LossAggregator
+    chunk: Any
+    """The one that has a loss, unwrapped."""
+    microbatches: Iterator[StepMicrobatch]
+    step: Step
+    trains: bool
+    compares: bool
+    looks_closely: bool
+    """Whether graph and gradient of the framework's loss are compared too."""
+
+    def __post_init__(self) -> None:
+        own = dict(vars(self))  # which no attribute of the framework's function replaces
+        functools.update_wrapper(self, self.forward_step)
+        vars(self).update(own)
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
         # experts' communication passes chunks unwrapped.
-        if unwrapped(model) is not self._chunk:
-            return self._forward_step(data_iterator, model, *args, **kwargs)
-        microbatch = next(self._microbatches, None)
+        if unwrapped(model) is not self.chunk:
+            return self.forward_step(data_iterator, model, *args, **kwargs)
+        microbatch = next(self.microbatches, None)
         if microbatch is None:
             raise ContractError(
-                f"the schedule ran more than its {self._step.num_microbatches} microbatches: pass "
+                f"the schedule ran more than its {self.step.num_microbatches} microbatches: pass "
                 "it num_microbatches"
             )
-        if self._data is not None:
-            self._data.unread = [microbatch.data[-1]]
-        output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
-        if self._data is not None and self._data.unread:
+        if self.data is not None:
+            self.data.unread = [microbatch.data[-1]]
+        output, loss_func = self.forward_step(data_iterator, model, *args, **kwargs)
+        if self.data is not None and self.data.unread:
             raise ContractError(
                 "forward_step_func did not read its microbatch from the data iterator that the "
                 "schedule gave it: its loss would be weighted by another microbatch's sequences"
             )
-        replaced = self._outputs if self._trains else self._shadowed
+        replaced = self._outputs if self.trains else self._shadowed
         return output, functools.partial(replaced, microbatch, loss_func)
 
     def _outputs(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> Any:
         """Train the configured loss; the framework's report is kept."""
-        name = self._integration.loss_name
+        name = self.integration.loss_name
         framework, mb = self._taken_apart(microbatch, loss_func, output)
         partial_loss = mb.reduce(framework.losses)
         loss, num_tokens, ours = mb.outputs(partial_loss, report={name: partial_loss})
@@ -496,27 +490,27 @@ class _Replay:
         """Return what the framework's loss_func returned, with the shadows in its report."""
         framework, mb = self._taken_apart(microbatch, loss_func, output)
         trained = framework.returned[:-1]
-        stock = stock_report(*trained, self._step.scaling) if len(trained) == 2 else {}
+        stock = stock_report(*trained, self.step.scaling) if len(trained) == 2 else {}
         return *trained, {**framework.report, **mb.shadow(framework.losses), **stock}
 
     def _taken_apart(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> tuple[FrameworkLoss, Microbatch]:
         edge = None
-        if self._looks_closely and output.requires_grad:
+        if self.looks_closely and output.requires_grad:
             # What looks at gradients here must not run the output's own hooks, in which
             # Megatron-FSDP reduces. Not a view, because loss_func may change it in place.
             output = torch.ops.aten._unsafe_view(output, output.shape)
             edge = get_gradient_edge(output)
-        framework = self._integration.loss(loss_func, output)
+        framework = self.integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:
             raise ContractError(
-                f"{type(self._integration).__name__}.sequences gave no lengths: give "
+                f"{type(self.integration).__name__}.sequences gave no lengths: give "
                 "Sequences(lengths=...), from which the layout is made"
             )
-        layout = self._integration.layout(self._aggregator, lengths)
-        mb = self._step.microbatch(
+        layout = self.integration.layout(self.aggregator, lengths)
+        mb = self.step.microbatch(
             microbatch.sequences,
             framework.mask,
             layout=layout,
@@ -525,7 +519,7 @@ class _Replay:
         note = functools.partial(self._note, microbatch.index)
         if framework.to_check is not None:
             note(*framework.to_check)
-        if self._compares and framework.masked_sum is not None:
+        if self.compares and framework.masked_sum is not None:
             given = framework.masked_sum, framework.losses, framework.mask, framework.token_weights
             note(*compare_with_framework(*given, output=edge), guard="FrameworkLoss")
         if edge is not None and isinstance(framework.returned[0], Tensor):
@@ -543,4 +537,4 @@ class _Replay:
             fault = describe(numbers)
             return fault and place + fault
 
-        self._step.plan.state.faults.record(values, placed, guard=guard)
+        self.step.plan.state.faults.record(values, placed, guard=guard)

@@ -41,10 +41,6 @@ class Job:
     cases: Sequence[Case]
     loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS
 
-    def __post_init__(self) -> None:
-        for name in ("layouts", "cases", "loss_scalings"):  # a list and a tuple are equal jobs
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -145,25 +145,18 @@ class _Tokens:
         here = np.arange(len(packed)) if held is None else np.asarray(held, dtype=np.int64)
         lengths = np.bincount(segment[here], minlength=len(places))
         index_T = packed[here]
-        of_y_Y = self._of_y(y_Y)
         reducer = self._plan.reducer(
             [*sequences, PADDING],
-            self._mask_Y[index_T],
+            self._column_Y("trained")[index_T],
             Layout.local(lengths, cp_size=cp_size, cp_rank=cp_rank),
         )
-        return reducer(of_y_Y[index_T])
+        losses_Y = y_Y * self._column_Y("coefficient")
+        return reducer(losses_Y[index_T])
 
-    @cached_property
-    def _mask_Y(self) -> Tensor:
-        mask_Y = torch.zeros(len(self.reference.losses_Y), dtype=torch.int64)
+    def _column_Y(self, name: str) -> Tensor:
+        """Return a number of each token, 0 for padding; float64."""
+        column_Y = torch.zeros(len(self.reference.losses_Y), dtype=torch.float64)
         for start, sequence in zip(self.reference.starts, self.reference.sequences, strict=False):
-            mask_Y[start : start + len(sequence)] = torch.tensor(sequence.trained)
-        return mask_Y
-
-    def _of_y(self, y_Y: Tensor) -> Tensor:
-        coefficient_Y = torch.ones_like(y_Y, requires_grad=False)
-        for start, sequence in zip(self.reference.starts, self.reference.sequences, strict=False):
-            coefficient_Y[start : start + len(sequence)] = torch.tensor(
-                sequence.coefficient, dtype=y_Y.dtype
-            )
-        return y_Y * coefficient_Y
+            numbers = torch.tensor(getattr(sequence, name), dtype=torch.float64)
+            column_Y[start : start + len(sequence)] = numbers
+        return column_Y

@@ -52,8 +52,9 @@ class Reference:
 
     def of_parameter(self, flat_HP: Tensor, name: str) -> Tensor:
         """Slice one parameter out of flat gradients ``[H, P]``: ``[H, *shape]``."""
-        begin, end = self._places[name]
-        return flat_HP[:, begin:end].reshape(-1, *self.parameters[name])
+        sizes = [math.prod(shape) for shape in self.parameters.values()]
+        parts = dict(zip(self.parameters, torch.split(flat_HP, sizes, dim=1), strict=True))
+        return parts[name].reshape(-1, *self.parameters[name])
 
     def size_of_terms(self, slopes_HY: Tensor, name: str) -> Tensor:
         """Root of the sum of squares of a parameter's terms over tokens, ``[H]``.
@@ -75,11 +76,6 @@ class Reference:
         return {
             n: self.of_parameter(self.gradients_YP, n).flatten(1).square().sum(1) for n in names
         }
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        ends = list(accumulate(math.prod(shape) for shape in self.parameters.values()))
-        return dict(zip(self.parameters, zip([0, *ends], ends, strict=False), strict=True))
 
 
 def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lossagg.contract.engine import Engine, engine_of, is_chunk
-from megatron_lossagg.contract.finalize import HeldGradients, ListeningHook, own_finalize
+from megatron_lossagg.contract.finalize import FinalizeHook, HeldGradients, own_finalize
 from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.contract.model import LiveGroups
 from megatron_lossagg.errors import ContractError
@@ -144,7 +144,7 @@ class MegatronRun(Run):
             },
             counts=groups.is_last_stage and dist.get_rank(groups.tp_group) == 0,
         )
-        self._hook: ListeningHook | None = None
+        self._hook: FinalizeHook | None = None
 
     def begin(
         self, on_finalize: Callable[[Tensor | None], None], after: Callable[[], None]
@@ -153,7 +153,7 @@ class MegatronRun(Run):
         config = self.chunks[0].config
         own = own_finalize(config)
         if own is not None and not isinstance(getattr(own, "__self__", None), HeldGradients):
-            self._hook = ListeningHook(config, on_finalize, after)
+            self._hook = FinalizeHook(config, on_finalize, after)
 
     def end(self) -> None:
         """Put the config's own function back."""

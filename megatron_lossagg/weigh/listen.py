@@ -7,7 +7,7 @@ here and ids in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -104,16 +104,20 @@ def number_of_pass() -> int:
 
 def _leaf_below(node: Any) -> Any:
     """Return a node that adds to the gradient of a leaf, the first that is found; None if none."""
-    nodes, seen = [node], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().endswith("AccumulateGrad"):
-            return node
-        seen.add(node)
-        nodes += [one for one, _ in node.next_functions]
-    return None
+    leaves = (one for one in nodes_below(node) if one.name().endswith("AccumulateGrad"))
+    return next(leaves, None)
+
+
+def nodes_below(node: Any, stop: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of a graph from one on, up to ``stop``."""
+    seen: set[Any] = {*stop, None}
+    todo: list[Any] = [node]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [parent for parent, _ in node.next_functions]
 
 
 def _is_executed(leaf: Any) -> bool:

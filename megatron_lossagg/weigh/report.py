@@ -92,15 +92,16 @@ def as_json(step: Weighed, *, number: int) -> dict[str, Any]:
         "modes": {name: {"min": low, "max": high} for name, (low, high) in step.modes.items()},
         "sequences": [{"step": number, **asdict(sequence)} for sequence in step.sequences],
     }
-    finite: dict[str, Any] = _finite(made)
-    return finite
+    written: dict[str, Any] = finite(made)
+    return written
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot represent by None, at any depth."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

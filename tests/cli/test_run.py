@@ -276,5 +276,5 @@ def test_a_required_package_that_is_missing_is_named_without_a_traceback(launche
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("lossagg: rich is not installed: pip install torch numpy rich")
+    assert done.stderr.startswith("lossagg: numpy is not installed: pip install torch numpy rich")
     assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from html_reader import Reader
 from markdown_it import MarkdownIt
 
 from megatron_lossagg.cli.verify import _report
-from megatron_lossagg.cli.verify_report import finite, markdown, show
+from megatron_lossagg.cli.verify_report import markdown, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.cases import CASES as VERIFIED
@@ -17,6 +17,7 @@ from megatron_lossagg.verify.cases import MASK_CASES
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.weigh.report import finite
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
