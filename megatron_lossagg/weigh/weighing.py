@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -246,8 +247,8 @@ class Weighing:
             shape=tuple(losses.shape),
             eps=torch.finfo(losses.dtype).eps,
             arrived=Arrived(self._parameters.read_later),
-            cu_seqlens=cu_seqlens,
-            lengths=lengths,
+            cu_seqlens=deepcopy(cu_seqlens),  # a loop may fill its buffers again
+            lengths=deepcopy(lengths),
             mask=mask,
             names=names,
             microbatch=microbatch,
@@ -534,7 +535,7 @@ def _of_shape(values: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
             f"got {what} of {tuple(values.shape)} for losses of {shape}, expected the same shape: "
             "pass the part that this rank holds, in the order of the losses"
         )
-    return values.detach()
+    return values.detach().clone()
 
 
 def _numpy(values: Tensor) -> Array:

@@ -1078,6 +1078,35 @@ masked("without one sequence", mask=last(4), weighs=lambda n: last(4 * (n != 8))
        says="4 tokens of the mask have no weight", shown="....0000")  # fmt: skip
 
 
+@row("a mask, offsets and token weights whose buffers are filled again", trains="sample_mean")
+def filled_again():
+    mask, offsets, values = torch.zeros(15), torch.zeros(3, dtype=torch.int32), torch.zeros(15)
+
+    def v(s, t):
+        return float((t + s.microbatch) % 3)
+
+    def by(s, found):
+        return 1 / (len(found) * sum(v(s, t) for t in range(s.n)))
+
+    found = toy.sequences((((6, 6), (8, 4)), ((7, 5), (6, 9))))
+    chunk = toy.chunk_of(toy.total(found))
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+
+    def loss_func(mine, losses):
+        n = len(losses)
+        values[:n] = torch.tensor([v(s, t) for s in mine for t in range(s.n)])
+        mask[:n] = (values[:n] > 0).float()
+        offsets[1:] = torch.tensor(toy.lengths_of(mine)).cumsum(0)
+        of = {"cu_seqlens": offsets, "token_weights": values[:n]}
+        w = torch.tensor([by(s, found) * v(s, t) for s in mine for t in range(s.n)])
+        return (weighing.losses(losses, mask[:n], **of) * w).sum() * toy.M * toy.world(), {}
+
+    with weighing:
+        toy.schedule(chunk, found, loss_func)
+    weights = [by(s, found) * v(s, t) for s in found for t in range(s.n)]
+    return weighing, toy.gradient_of(chunk), np.array(weights)
+
+
 # Modes and causes
 
 
