@@ -18,7 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from program_table import main, rounding, row
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Options
+from megatron_lossagg.contract.engine import unwrapped
 from megatron_lossagg.integrations import weigh_rl, weigh_script
+from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.reduction.layout import held
 from megatron_lossagg.weigh.weighing import Weighing
 
@@ -1593,6 +1595,29 @@ script("the loss is of what forward_step captured", captured_output, trains="tok
 script("the model is called twice", model_twice, trains="token_mean")
 script("a reference pass without gradients", with_a_reference, trains="token_mean")
 script("loss_mask is ignored", ignores_its_mask, says="are outside of the mask")
+
+
+def returns(name, output_of, loss_of, **expected):
+    """A script whose forward_step returns what is made of the toy's losses."""
+
+    def step(model, mine):
+        losses = model(toy.tokens_of(mine))[:, 0, 0]
+        return output_of(losses), lambda output: (loss_of(output), num(losses), {})
+
+    def of_two_heads(model, mine):
+        weight = model.module.weight
+        with replaced(unwrapped(model), forward=lambda t: weight[t, None, None].expand(-1, 2, 1)):
+            return step(model, mine)
+
+    script(f"forward_step returns {name}", of_two_heads, **expected)
+
+
+returns("losses, and the model those of two heads", lambda x: x, torch.sum, trains="token_mean")
+returns("a loss", torch.sum, lambda loss: loss, is_refused=True, says="losses of no dimension")
+returns("a tuple", lambda x: (x, x), lambda both: both[0].sum(), is_refused=True,
+        says="got tuple, expected the losses of tokens")  # fmt: skip
+returns("a dict", lambda x: {"x": x}, lambda of: of["x"].sum(), is_refused=True,
+        says="got dict, expected the losses of tokens")  # fmt: skip
 
 
 def terms(name, reduce, **expected):
