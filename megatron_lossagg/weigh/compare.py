@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isclose
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,10 @@ _NOT_FINALIZED = (
 _UNHEARD = (
     "its loss does not follow from what was heard: on a rank parameters have a gradient, and no "
     "token's loss has one; compute the loss there from what losses() returns"
+)
+_APART = (
+    "tensor-parallel ranks weigh the same tokens differently: compute the loss from the same mask "
+    "and the same numbers on each of them"
 )
 OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
@@ -110,14 +115,15 @@ PART = np.dtype(
     [
         *((name, int) for name in ("dp_rank", "cp_rank", "microbatch", "sequence", "m")),
         *((name, int) for name in ("tokens", "outside", "missed", "length", "padded")),
-        *((name, float) for name in ("weight_sum", "weight_min", "weight_max")),
+        *((name, float) for name in ("weight_sum", "weight_min", "weight_max", "moment")),
         *((name, float) for name in ("lowest", "highest", "n", "told")),
         *((name, object) for name in ("name", "shown", *_IDS)),
     ]
 )
 """What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token.
 
-As of :class:`WeighedSequence`; and ``m``: M of the rank; ``length``, ``padded``: losses of the
+As of :class:`WeighedSequence`; and ``m``: M of the rank; ``moment``: the sum of weights times their
+positions in the losses; ``length``, ``padded``: losses of the
 sequence and of its microbatch here, padding included; ``told``: ``n`` of the whole sequence, by the
 step that was told, else NaN; ``shown``: its positions, if it is short: which have a weight, and
 which the mask has.
@@ -141,6 +147,11 @@ class RankWeights:
     sizes: Mapping[str, int]
     parts: Array
     """Rows of ``PART``."""
+    place: tuple[int, int] = (0, 0)
+    """Its data- and its context-parallel rank."""
+    moment: float | None = None
+    """That of all its tokens, which tensor-parallel ranks have in common; None if it has no loss.
+    """
     num_tokens: float | None
     """What this rank passed to Megatron's finalize function, which divides by the sum of ranks that
     count; None if it passed none."""
@@ -330,6 +341,7 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     outside, missed = int(every["outside"].sum()), int(every["missed"].sum())
     unknown = f.unknown or ("" if is_heard else _UNHEARD)
+    unknown = unknown or _APART * _are_apart(ranks, tolerance)
     if not_finite := int((~np.isfinite(rows["weight_sum"])).sum()):
         unknown = f"weights of {not_finite} sequences are not finite: does its loss divide by 0?"
     fits = [name for name, at in found.items() if at and is_near(at, 1, tolerance)]
@@ -363,6 +375,18 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         shown=_shown(parts),
     )
     return _explained(step, counted, parts, f, weights, tolerance, has_ids=known_empty is not None)
+
+
+def _are_apart(ranks: Sequence[RankWeights], tolerance: float) -> bool:
+    """Whether tensor-parallel ranks, which have the same tokens, weigh them differently."""
+    of_place: dict[tuple[int, int], list[float]] = {}
+    for rank in ranks:
+        of_place.setdefault(rank.place, []).extend([] if rank.moment is None else [rank.moment])
+    return any(
+        not isclose(one, other, rel_tol=tolerance)
+        for one, *others in filter(None, of_place.values())
+        for other in others
+    )
 
 
 def _unheard(ranks: Sequence[RankWeights]) -> str:

@@ -314,6 +314,7 @@ class Weighing:
                         rank,
                         parts=parts_of(0),
                         tolerance=TOLERANCE,
+                        moment=None,
                         unheard=rank.sizes["M"],
                     ),
                 )
@@ -329,8 +330,8 @@ class Weighing:
     def of_this_rank(self, term: str = LOSS) -> RankWeights:
         """Return the weights of this rank's tokens, per part of a sequence; waits for the device.
 
-        No collective. A rank that computes no loss, or is not the first of its tensor-parallel
-        ranks, has none.
+        No collective. A rank that computes no loss has none, and of tensor-parallel ranks, which
+        all have the same tokens, only the first has parts.
         """
         if self._fault is not None:
             raise self._fault
@@ -350,7 +351,6 @@ class Weighing:
                 reaching=self._parameters.reaching,
             )
             for name in self._terms
-            if counts
         }
         microbatches = of_term.get(term, [])
         first = next((call for call in chain(*microbatches)), None)
@@ -358,12 +358,15 @@ class Weighing:
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
         eps = [call.trained.eps for call in chain(*microbatches)]
         is_told = len(self._told) == len(microbatches)
-        parts = [
+        found = [
             self._parts(number, calls, is_told=is_told) for number, calls in enumerate(microbatches)
         ]
+        parts = np.concatenate([parts_of(0), *found])
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
-            parts=np.concatenate([parts_of(0), *parts]),
+            parts=parts[: len(parts) * counts],
+            place=(run.place.dp_rank, run.place.cp_rank),
+            moment=float(parts["moment"].sum()) if microbatches else None,
             num_tokens=num_tokens,
             is_finalized=bool(self._num_finalized),
             factor=self.run.factor(),
@@ -483,6 +486,7 @@ def _sums(
     return {
         "tokens": np.bincount(of, minlength=size),
         "weight_sum": np.bincount(of, weight, minlength=size),
+        "moment": np.bincount(of, weight * (1 + np.flatnonzero(has_T)), minlength=size),
         "weight_min": smallest,
         "weight_max": largest,
         "lowest": lowest,

@@ -272,11 +272,13 @@ def gpt(
     changed=lambda gpt: None,
     shapes=((2, 4), (1, 12)),
     repeats=False,
+    mask=torch.ones_like,
     **config,
 ):
     """Train a token mean, or a mean of token means of microbatches.
 
-    ``shapes``: of the microbatches. ``repeats``: zero gradients after a first try of them.
+    ``shapes``: of the microbatches. ``mask``: of losses. ``repeats``: zero gradients after a first
+    try of them.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
@@ -299,7 +301,8 @@ def gpt(
 
         def loss_func(losses):  # on the last stage
             losses = weighing.losses(losses)
-            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
+            kept = mask(losses.detach())
+            return (losses * kept).sum(), kept.sum().int(), {}
 
         return made, loss_func
 
@@ -321,10 +324,19 @@ def gpt_row(name, *, on=None, trains="token_mean", sizes=None, is_measured=True,
     row(f"GPT, {name}", **expected)(partial(gpt, **how))
 
 
+def every_second(losses):
+    """Return a mask that has as many tokens on each rank, and other ones."""
+    return ((torch.arange(losses.shape[1]) + dist.get_rank()) % 2).expand_as(losses)
+
+
 MEANS = {"per_token": False, "trains": "microbatch_token_mean"}
 gpt_row("per-token")
 gpt_row("average", **MEANS)
 gpt_row("TP 2", on=2, sizes={"tensor_model_parallel_size": 2})
+row("GPT, TP 2, whose ranks drop other tokens", on=2, is_known=False,
+    sizes={"tensor_model_parallel_size": 2}, says="ranks weigh the same tokens differently")(
+    partial(gpt, mask=every_second)
+)  # fmt: skip
 gpt_row("PP 2", on=2, sizes={"pipeline_model_parallel_size": 2})
 SP = {"sizes": {"tensor_model_parallel_size": 2}, "sequence_parallel": True}
 gpt_row("TP 2, sequence parallel", on=2, **SP)
