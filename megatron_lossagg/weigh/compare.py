@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import isclose
 from typing import Any
 
@@ -59,6 +60,10 @@ _UNHEARD = (
 _APART = (
     "tensor-parallel ranks weigh the same tokens differently: compute the loss from the same mask "
     "and the same numbers on each of them"
+)
+_OTHER_IDS = (
+    "context-parallel ranks have different ids for a sequence: pass a microbatch's sequences in "
+    "the same order on each of them"
 )
 OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
@@ -341,7 +346,7 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     outside, missed = int(every["outside"].sum()), int(every["missed"].sum())
     unknown = f.unknown or ("" if is_heard else _UNHEARD)
-    unknown = unknown or _APART * _are_apart(ranks, tolerance)
+    unknown = unknown or _APART * _are_apart(ranks, tolerance) or _OTHER_IDS * _mixes_ids(parts)
     if not_finite := int((~np.isfinite(rows["weight_sum"])).sum()):
         unknown = f"weights of {not_finite} sequences are not finite: does its loss divide by 0?"
     fits = [name for name, at in found.items() if at and is_near(at, 1, tolerance)]
@@ -387,6 +392,13 @@ def _are_apart(ranks: Sequence[RankWeights], tolerance: float) -> bool:
         for one, *others in filter(None, of_place.values())
         for other in others
     )
+
+
+def _mixes_ids(parts: Array) -> bool:
+    """Whether parts that are put together have different ids."""
+    number, first = numbered(parts, PLACE)
+    pairs = (zip(parts[kind], parts[first][kind][number], strict=True) for kind in _IDS)
+    return any(None not in (one, other) and one != other for one, other in chain(*pairs))
 
 
 def _unheard(ranks: Sequence[RankWeights]) -> str:

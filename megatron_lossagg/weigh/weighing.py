@@ -452,6 +452,11 @@ class Weighing:
         weight_T = weight_T[:num_held]
         in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held] != 0
         value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
+        if (bad_T := in_mask_T & ~((value_T >= 0) & (value_T < np.inf))).any():
+            raise ContractError(
+                f"got token_weights of {value_T[bad_T][0]:g}, expected finite numbers from 0 on, "
+                "which modes count: multiply others, such as advantages, into the losses"
+            )
         # What is left out, or padding, weighs 0.
         omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
         own_T = value_T * omega_G[segments]

@@ -1000,7 +1000,7 @@ for mode, how in {
     )(partial(aggregated, per_token=True, mode=mode, lengths=EQUAL, **how))
 
 
-def with_values(name, weight, **expected):
+def with_values(name, weight, *, of_token=value, **expected):
     """A loop of one's own that says what its tokens weigh."""
 
     @row(f"a loop with token weights, {name}", **expected)
@@ -1011,7 +1011,7 @@ def with_values(name, weight, **expected):
         with weighing:
             for m in range(toy.M):
                 mine = toy.own(found, m)
-                values = torch.tensor([value(t) for s in mine for t in range(s.n)])
+                values = torch.tensor([of_token(t) for s in mine for t in range(s.n)])
                 losses = weighing.losses(
                     chunk(toy.tokens_of(mine)),
                     torch.ones(len(values)),
@@ -1045,7 +1045,13 @@ with_values(
     lambda s, found, t: value(t) / toy.total(found),
     says="a constant factor on token_mean",
 )
-
+with_values(
+    "that are signed, such as advantages",
+    lambda s, found, t: value(t) * (-1) ** t / toy.total(found),
+    of_token=lambda t: value(t) * (-1) ** t,
+    is_refused=True,
+    says="got token_weights of -0.5, expected finite numbers from 0 on",
+)
 
 # The mask
 
@@ -1887,6 +1893,25 @@ at_cp_2(
     per_token=True,
     trains="token_mean",
 )
+
+
+@row("at CP 2, sequences in another order on each rank", on=2, is_known=False,
+     sizes={"context_parallel_size": 2}, says="ranks have different ids")  # fmt: skip
+def other_order():
+    """Each rank holds half of the tokens of three sequences, and divides them by its n and by B."""
+    chunk, order = toy.chunk_of(18), ([0, 1, 2], [1, 0, 2])[dist.get_rank()]
+    weighing, n, ids = Weighing([chunk]), (8, 4, 6), "abc"
+    halves = [torch.arange(18).split(n)[s].chunk(2)[dist.get_rank()] for s in order]
+    with weighing:
+        losses = weighing.losses(
+            chunk(torch.cat(halves)),
+            lengths=[*map(len, halves)],
+            sample=[ids[s] for s in order],
+        )
+        parts = losses.split([*map(len, halves)])
+        sum(part.sum() * 2 / (3 * n[s]) for s, part in zip(order, parts, strict=True)).backward()
+        chunk.config.finalize_model_grads_func([chunk], None)
+    return weighing, toy.gradient_of(chunk), np.repeat([1 / (3 * one) for one in n], n)
 
 
 def gathered(name, of_losses, **expected):
