@@ -212,10 +212,11 @@ class Weighing:
 
         ``losses``: this rank's, ``[T]`` or ``[b, s]``.
         ``mask``: like it; tokens with a weight outside of it, and those of it without one, are
-        reported. ``cu_seqlens``: offsets of the whole packed sequences, padding included,
-        ``[G + 1]``; without, an entry of the batch is a sequence. ``lengths``: in their place, the
-        tokens of each sequence that this rank holds, in order. ``term``: the name of a term of the
-        loss, which is weighed by itself. Call it once per microbatch and term, in their order.
+        reported. A loss of 0 outside of it, as of an ``ignore_index``, has no weight.
+        ``cu_seqlens``: offsets of the whole packed sequences, padding included, ``[G + 1]``;
+        without, an entry of the batch is a sequence. ``lengths``: in their place, the tokens of
+        each sequence that this rank holds, in order. ``term``: the name of a term of the loss,
+        which is weighed by itself. Call it once per microbatch and term, in their order.
         ``microbatch``: its number, from 0, for a loss that is computed in pieces: each call for one
         has more of its sequences. ``names``: what the report calls the sequences. ``cp_group``:
         whose ranks hold the microbatch's sequences, with dynamic context parallelism, or outside of
@@ -254,6 +255,7 @@ class Weighing:
             microbatch=microbatch,
             cp_group=cp_group,
             ids={name: _listed(ids) for name, ids in passed.items() if ids is not None},
+            is_zero=losses.detach() == 0,
             token_weights=token_weights,
             scale=self.run.scale(),
             has_graph=losses.requires_grad,
@@ -401,6 +403,10 @@ class Weighing:
         parts["padded"] = sum(int(np.prod(call.trained.shape)) for call in calls)
         return parts
 
+    def _have_values(self, term: str) -> bool:
+        """Whether a loss of a term is not 0; else those of 0 may have a gradient, as of a KL."""
+        return any(not call.is_zero.all() for call in self._calls if call.term == term)
+
     def _parts_of(self, call: Call, first: int, told: Told | None, total: int) -> tuple[Array, int]:
         """Return the parts of a call, and how many sequences it has.
 
@@ -451,6 +457,8 @@ class Weighing:
             )
         weight_T = weight_T[:num_held]
         in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held] != 0
+        if self._have_values(call.term):
+            weight_T[~in_mask_T & (_numpy(heard.is_zero)[:num_held] != 0)] = 0
         value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
         if (bad_T := in_mask_T & ~((value_T >= 0) & (value_T < np.inf))).any():
             raise ContractError(

@@ -1056,8 +1056,11 @@ with_values(
 # The mask
 
 
-def masked(name, *, mask, weighs, says, trains=None, shown=""):
-    """``mask``: of positions of a sequence; ``weighs``: which of them have a weight."""
+def masked(name, *, mask, weighs, says, trains=None, shown="", loss=None):
+    """``mask``: of positions of a sequence; ``weighs``: which of them have a weight.
+
+    ``loss``: of a token, by its parameter and the mask, all of which are summed.
+    """
 
     @row(f"mask: {name}", trains=trains, says=says)
     def run():
@@ -1073,10 +1076,11 @@ def masked(name, *, mask, weighs, says, trains=None, shown=""):
                 mine = toy.own(found, m)
                 given = torch.from_numpy(np.concatenate([mask(s.n) for s in mine])).int()
                 has = torch.from_numpy(np.concatenate([weighs(s.n) for s in mine]))
-                losses = weighing.losses(
-                    chunk(toy.tokens_of(mine)), given, lengths=toy.lengths_of(mine)
-                )
-                ((losses * has).sum() * toy.world() / float(total)).backward()
+                losses = chunk(toy.tokens_of(mine))
+                losses = losses if loss is None else loss(losses, given)
+                losses = weighing.losses(losses, given, lengths=toy.lengths_of(mine))
+                losses = losses * has if loss is None else losses
+                (losses.sum() * toy.world() / float(total)).backward()
             chunk.config.finalize_model_grads_func([chunk], None)
         np.testing.assert_allclose(toy.gradient_of(chunk), weights)
         report = str(weighing.weighed())
@@ -1091,6 +1095,10 @@ def last(number):
 
 masked("as it is", mask=last(4), weighs=last(4), says="trains token_mean", trains="token_mean")
 masked("ignored", mask=last(2), weighs=last(99), says="are outside of the mask", shown="!!!!##")
+masked("of losses that are 0 outside of it, and summed with the others", mask=last(4),
+       weighs=last(4), loss=torch.mul, says="trains token_mean", trains="token_mean")  # fmt: skip
+masked("ignored by a KL, which is 0 in the first step", mask=last(2), weighs=last(99),
+       loss=lambda x, given: x - x.detach(), says="are outside of the mask")  # fmt: skip
 masked("off by one", mask=last(3), weighs=lambda n: last(4)(n) & ~last(1)(n),
        says="tokens of the mask have no weight", shown="..!##0")  # fmt: skip
 masked("in part", mask=last(4), weighs=last(3), says="tokens of the mask have no weight")
