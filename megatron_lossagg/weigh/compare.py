@@ -51,7 +51,7 @@ NEEDS = {
 _IDS = ("sample", "prompt", "group")
 _NOT_FINALIZED = (
     "it was not finalized: config.finalize_model_grads_func was not called while it ran, or "
-    "a deferred step holds it"
+    "was set inside of the block, or a deferred step holds it"
 )
 _UNHEARD = (
     "its loss does not follow from what was heard: on a rank parameters have a gradient, and no "
@@ -240,6 +240,8 @@ class Weighed:
     """What would explain them if more were known."""
     steps: int = 1
     """How many steps ``explained`` explains."""
+    is_per_token: bool = False
+    """Whether Megatron divides by num_tokens."""
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -378,6 +380,7 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         unheard=unheard,
         zeroed=max(rank.zeroed for rank in ranks),
         shown=_shown(parts),
+        is_per_token=any(rank.num_tokens is not None for rank in counted),
     )
     return _explained(step, counted, parts, f, weights, tolerance, has_ids=known_empty is not None)
 
@@ -596,8 +599,7 @@ def _explained(
         return replace(step, faults=[step.unknown])
     if not step.sequences:
         return step
-    is_divided = any(rank.num_tokens is not None for rank in ranks)
-    if "token_sum" in step.fits and is_divided and not f.num_tokens:
+    if "token_sum" in step.fits and step.is_per_token and not f.num_tokens:
         return replace(step, faults=["num_tokens is 0: finalize divides by nothing"])
     # What changes no weight is not named: a deferred step of this package divides by itself.
     is_undone = any(is_near(at * f.read / f.value, 1, tolerance) for at in step.factors.values())

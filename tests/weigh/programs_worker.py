@@ -108,6 +108,19 @@ def second_call(ddp=None, has_weights=True):
     return weighing, gradient, 2 * first if has_weights else None
 
 
+@row("a finalize function that is put in for the last of three schedule calls", is_known=False,
+     says="was set inside of the block")  # fmt: skip
+def finalized_at_last():
+    found, last_of = toy.sequences(), (None, None, finalize_model_grads)
+    chunk = toy.chunk_of(toy.total(found))
+    weighing = Weighing([chunk], num_microbatches=3 * toy.M)
+    with weighing:
+        for chunk.config.finalize_model_grads_func in last_of:
+            toy.schedule(chunk, found, toy.stock, weighing)
+    weights = toy.by_hand(found, lambda s: 3 / (toy.M * toy.world() * s.n_mb))
+    return weighing, toy.gradient_of(chunk), weights
+
+
 @row("zeroed inside of the block", trains="microbatch_token_mean")
 def zeroed_inside(ddp=None):
     found = toy.sequences()
