@@ -170,7 +170,9 @@ class RankWeights:
     added: Sequence[Added] = ()
     """The gradients of some parameters, at which f is measured."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``."""
+    """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``, of
+    ``token_sum`` with its ``C``.
+    """
     has_graph: bool = True
     """Whether its losses had a graph."""
     unheard: int = 0
@@ -550,6 +552,8 @@ def _has(rows: Array, kind: str) -> Array:
 def _aggregations(mode: str, given: Mapping[str, Any]) -> list[Aggregation]:
     """Return a mode that counts samples without a token, and one that does not."""
     needed = {name: given[name] for name in ("divisor", "exponent") if NEEDS.get(mode) == name}
+    if mode == "token_sum":
+        needed["divisor"] = given.get("C", 1.0)
     return [
         Aggregation(mode, count="weights", count_empty=counts, **needed) for counts in (True, False)
     ]

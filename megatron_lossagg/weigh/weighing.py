@@ -190,7 +190,8 @@ class Weighing:
         """Compare with the run's own mode first."""
         for name in ("mode", "divisor", "exponent"):
             if (value := getattr(aggregation, name)) is not None:
-                self._given.setdefault(name, value)
+                is_c = (aggregation.mode, name) == ("token_sum", "divisor")
+                self._given.setdefault("C" if is_c else name, value)
 
     def losses(
         self,

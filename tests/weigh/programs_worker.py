@@ -842,6 +842,7 @@ def aggregated(
         "balanced": lambda s: by_group(s, found),
         "row_mean": lambda s: 1 / (number_of(sample, found) * s.b_mb * s.n),
         "length_power": lambda s: s.n**-0.5 / sum(o.n**0.5 for o in found),
+        "token_sum": lambda s: 1 / 7,
     }
     by_hand = toy.by_hand(found, weight_of[mode] if weight is None else partial(weight, found))
     for s in found:
@@ -892,6 +893,7 @@ for per_token in (False, True):
         "balanced": {"ids": {"group": group}},
         "length_power": {"exponent": 0.5},
         "row_mean": {"ids": {"sample": sample_id}},
+        "token_sum": {"divisor": 7},
     }.items():
         row(f"our {mode}, {scaling}", trains=mode)(
             partial(aggregated, per_token=per_token, mode=mode, **options)
