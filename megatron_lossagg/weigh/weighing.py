@@ -563,4 +563,7 @@ def _numpy(values: Tensor) -> Array:
 
 
 def _listed(ids: Any) -> list[Any]:
-    return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else [*ids]
+    if isinstance(ids, Tensor | np.ndarray):
+        return ids.tolist()
+    # Tensors of one number each are one id only if they are one object.
+    return [one.item() if isinstance(one, Tensor) else one for one in ids]

@@ -1221,6 +1221,12 @@ weighed_as(
     trains="prompt_mean",
 )
 weighed_as(
+    "prompt_mean, whose ids are tensors",
+    by_prompt,
+    ids={"prompt": lambda s: torch.tensor(prompt(s))},
+    trains="prompt_mean",
+)
+weighed_as(
     "constant",
     lambda s, found: 1 / (len(found) * 40),
     given={"divisor": 40.0},
