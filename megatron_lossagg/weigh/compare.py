@@ -350,7 +350,9 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     outside, missed = int(every["outside"].sum()), int(every["missed"].sum())
     unknown = f.unknown or ("" if is_heard else _UNHEARD)
-    unknown = unknown or _APART * _are_apart(ranks, tolerance) or _OTHER_IDS * _mixes_ids(parts)
+    unknown = unknown or _APART * _are_apart(ranks, tolerance)
+    if not any(found.values()):  # else ids may be of no matter
+        unknown = unknown or _OTHER_IDS * _mixes_ids(parts)
     if not_finite := int((~np.isfinite(rows["weight_sum"])).sum()):
         unknown = f"weights of {not_finite} sequences are not finite: does its loss divide by 0?"
     fits = [name for name, at in found.items() if at and is_near(at, 1, tolerance)]

@@ -1924,23 +1924,30 @@ at_cp_2(
 )
 
 
-@row("at CP 2, sequences in another order on each rank", on=2, is_known=False,
-     sizes={"context_parallel_size": 2}, says="ranks have different ids")  # fmt: skip
-def other_order():
-    """Each rank holds half of the tokens of three sequences, and divides them by its n and by B."""
-    chunk, order = toy.chunk_of(18), ([0, 1, 2], [1, 0, 2])[dist.get_rank()]
-    weighing, n, ids = Weighing([chunk]), (8, 4, 6), "abc"
-    halves = [torch.arange(18).split(n)[s].chunk(2)[dist.get_rank()] for s in order]
-    with weighing:
-        losses = weighing.losses(
-            chunk(torch.cat(halves)),
-            lengths=[*map(len, halves)],
-            sample=[ids[s] for s in order],
-        )
-        parts = losses.split([*map(len, halves)])
-        sum(part.sum() * 2 / (3 * n[s]) for s, part in zip(order, parts, strict=True)).backward()
-        chunk.config.finalize_model_grads_func([chunk], None)
-    return weighing, toy.gradient_of(chunk), np.repeat([1 / (3 * one) for one in n], n)
+def ordered(name, order, ids, **expected):
+    """A right sample mean of three sequences, of which each rank holds half of the tokens."""
+
+    @row(f"at CP 2, {name}", on=2, sizes={"context_parallel_size": 2}, **expected)
+    def run():
+        rank, n = dist.get_rank(), (8, 4, 6)
+        chunk = toy.chunk_of(18)
+        weighing = Weighing([chunk])
+        halves = [torch.arange(18).split(n)[s].chunk(2)[rank] for s in order(rank)]
+        lengths = [*map(len, halves)]
+        with weighing:
+            losses = chunk(torch.cat(halves))
+            losses = weighing.losses(losses, lengths=lengths, sample=ids(rank))
+            sum(part.mean() * 2 / (2 * 3) for part in losses.split(lengths)).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        weights = np.repeat([1 / (3 * one) for one in n], n)
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        return weighing, None, None
+
+
+ordered("sequences in another order on each rank", lambda rank: ([0, 1, 2], [1, 0, 2])[rank],
+        lambda rank: ("abc", "bac")[rank], is_known=False, says="different ids")  # fmt: skip
+ordered("ids of each rank", lambda rank: range(3), lambda rank: ("abc", "def")[rank],
+        trains="sample_mean")  # fmt: skip
 
 
 def gathered(name, of_losses, **expected):
