@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -249,8 +248,8 @@ class Weighing:
             shape=tuple(losses.shape),
             eps=torch.finfo(losses.dtype).eps,
             arrived=Arrived(self._parameters.read_later),
-            cu_seqlens=deepcopy(cu_seqlens),  # a loop may fill its buffers again
-            lengths=deepcopy(lengths),
+            cu_seqlens=_kept(cu_seqlens),
+            lengths=_kept(lengths),
             mask=mask,
             names=names,
             microbatch=microbatch,
@@ -560,6 +559,14 @@ def _numpy(values: Tensor) -> Array:
     """Return numbers per token, ``[T]``; waits for the device."""
     found: Array = values.detach().reshape(-1).double().cpu().numpy()
     return found
+
+
+def _kept(values: Any) -> Any:
+    """Copy lengths or offsets, whose buffer a loop may fill again; no host sync."""
+    if isinstance(values, list | tuple):
+        return [*values]
+    copied = getattr(values, "clone", getattr(values, "copy", None))
+    return values if copied is None else copied()
 
 
 def _listed(ids: Any) -> list[Any]:
