@@ -166,9 +166,10 @@ class _Listening:
             lacks = 0  # losses of a row's last logits, which train_rl.py drops
             if is_last and not self._num_heard:  # the model returns something else
                 packs = {**self._packs, "microbatch": self._microbatch}
-                lacks = int(self._logits[:2] == (len(output), output[0].numel() + 1))
-                heard = self._weighing.losses(pad(output, (0, lacks)), **packs)
-                output = heard[:, : heard.shape[1] - lacks] if lacks else heard
+                if are_losses(output):
+                    lacks = int(self._logits[:2] == (*output.shape[:-1], output.shape[-1] + 1))
+                heard = self._weighing.losses(pad(output, (0, 1)) if lacks else output, **packs)
+                output = heard[:, :-1] if lacks else heard
             mask = _mask_of(loss_func)
             if is_last and mask is not None and self._num_heard < 2:
                 self._weighing.has_mask(pad(mask, (0, lacks)))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import isclose
 from typing import Any
 
 import numpy as np
@@ -49,11 +51,19 @@ NEEDS = {
 _IDS = ("sample", "prompt", "group")
 _NOT_FINALIZED = (
     "it was not finalized: config.finalize_model_grads_func was not called while it ran, or "
-    "a deferred step holds it"
+    "was set inside of the block, or a deferred step holds it"
 )
 _UNHEARD = (
     "its loss does not follow from what was heard: on a rank parameters have a gradient, and no "
     "token's loss has one; compute the loss there from what losses() returns"
+)
+_APART = (
+    "tensor-parallel ranks weigh the same tokens differently: compute the loss from the same mask "
+    "and the same numbers on each of them"
+)
+_OTHER_IDS = (
+    "context-parallel ranks have different ids for a sequence: pass a microbatch's sequences in "
+    "the same order on each of them"
 )
 OVER_SAMPLES = ("sample_mean", "sample_sum")
 """Those of them that divide by B, which may count sequences without a token."""
@@ -110,14 +120,15 @@ PART = np.dtype(
     [
         *((name, int) for name in ("dp_rank", "cp_rank", "microbatch", "sequence", "m")),
         *((name, int) for name in ("tokens", "outside", "missed", "length", "padded")),
-        *((name, float) for name in ("weight_sum", "weight_min", "weight_max")),
+        *((name, float) for name in ("weight_sum", "weight_min", "weight_max", "moment")),
         *((name, float) for name in ("lowest", "highest", "n", "told")),
         *((name, object) for name in ("name", "shown", *_IDS)),
     ]
 )
 """What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token.
 
-As of :class:`WeighedSequence`; and ``m``: M of the rank; ``length``, ``padded``: losses of the
+As of :class:`WeighedSequence`; and ``m``: M of the rank; ``moment``: the sum of weights times their
+positions in the losses; ``length``, ``padded``: losses of the
 sequence and of its microbatch here, padding included; ``told``: ``n`` of the whole sequence, by the
 step that was told, else NaN; ``shown``: its positions, if it is short: which have a weight, and
 which the mask has.
@@ -141,6 +152,11 @@ class RankWeights:
     sizes: Mapping[str, int]
     parts: Array
     """Rows of ``PART``."""
+    place: tuple[int, int] = (0, 0)
+    """Its data- and its context-parallel rank."""
+    moment: float | None = None
+    """That of all its tokens, which tensor-parallel ranks have in common; None if it has no loss.
+    """
     num_tokens: float | None
     """What this rank passed to Megatron's finalize function, which divides by the sum of ranks that
     count; None if it passed none."""
@@ -154,7 +170,9 @@ class RankWeights:
     added: Sequence[Added] = ()
     """The gradients of some parameters, at which f is measured."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``."""
+    """``divisor`` and ``exponent``, if they were passed, and the run's own ``mode``, of
+    ``token_sum`` with its ``C``.
+    """
     has_graph: bool = True
     """Whether its losses had a graph."""
     unheard: int = 0
@@ -224,6 +242,8 @@ class Weighed:
     """What would explain them if more were known."""
     steps: int = 1
     """How many steps ``explained`` explains."""
+    is_per_token: bool = False
+    """Whether Megatron divides by num_tokens."""
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -330,6 +350,9 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
     found = {name: constant(low, high, tolerance) for name, (low, high) in modes.items()}
     outside, missed = int(every["outside"].sum()), int(every["missed"].sum())
     unknown = f.unknown or ("" if is_heard else _UNHEARD)
+    unknown = unknown or _APART * _are_apart(ranks, tolerance)
+    if not any(found.values()):  # else ids may be of no matter
+        unknown = unknown or _OTHER_IDS * _mixes_ids(parts)
     if not_finite := int((~np.isfinite(rows["weight_sum"])).sum()):
         unknown = f"weights of {not_finite} sequences are not finite: does its loss divide by 0?"
     fits = [name for name, at in found.items() if at and is_near(at, 1, tolerance)]
@@ -361,8 +384,28 @@ def compare(ranks: Sequence[RankWeights], *, is_heard: bool = True) -> Weighed:
         unheard=unheard,
         zeroed=max(rank.zeroed for rank in ranks),
         shown=_shown(parts),
+        is_per_token=any(rank.num_tokens is not None for rank in counted),
     )
     return _explained(step, counted, parts, f, weights, tolerance, has_ids=known_empty is not None)
+
+
+def _are_apart(ranks: Sequence[RankWeights], tolerance: float) -> bool:
+    """Whether tensor-parallel ranks, which have the same tokens, weigh them differently."""
+    of_place: dict[tuple[int, int], list[float]] = {}
+    for rank in ranks:
+        of_place.setdefault(rank.place, []).extend([] if rank.moment is None else [rank.moment])
+    return any(
+        not isclose(one, other, rel_tol=tolerance)
+        for one, *others in filter(None, of_place.values())
+        for other in others
+    )
+
+
+def _mixes_ids(parts: Array) -> bool:
+    """Whether parts that are put together have different ids."""
+    number, first = numbered(parts, PLACE)
+    pairs = (zip(parts[kind], parts[first][kind][number], strict=True) for kind in _IDS)
+    return any(None not in (one, other) and one != other for one, other in chain(*pairs))
 
 
 def _unheard(ranks: Sequence[RankWeights]) -> str:
@@ -511,6 +554,8 @@ def _has(rows: Array, kind: str) -> Array:
 def _aggregations(mode: str, given: Mapping[str, Any]) -> list[Aggregation]:
     """Return a mode that counts samples without a token, and one that does not."""
     needed = {name: given[name] for name in ("divisor", "exponent") if NEEDS.get(mode) == name}
+    if mode == "token_sum":
+        needed["divisor"] = given.get("C", 1.0)
     return [
         Aggregation(mode, count="weights", count_empty=counts, **needed) for counts in (True, False)
     ]
@@ -560,8 +605,7 @@ def _explained(
         return replace(step, faults=[step.unknown])
     if not step.sequences:
         return step
-    is_divided = any(rank.num_tokens is not None for rank in ranks)
-    if "token_sum" in step.fits and is_divided and not f.num_tokens:
+    if "token_sum" in step.fits and step.is_per_token and not f.num_tokens:
         return replace(step, faults=["num_tokens is 0: finalize divides by nothing"])
     # What changes no weight is not named: a deferred step of this package divides by itself.
     is_undone = any(is_near(at * f.read / f.value, 1, tolerance) for at in step.factors.values())

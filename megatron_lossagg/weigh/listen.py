@@ -145,6 +145,8 @@ class Call:
     cp_group: ProcessGroup | None
     ids: Mapping[str, Sequence[Any]]
     """Of samples, prompts and groups, one for each sequence."""
+    is_zero: Tensor
+    """Whether the losses are 0."""
     token_weights: Tensor | None
     """What a token weighs in the loss, like the losses; None: each weighs 1."""
     scale: Tensor | None

@@ -68,7 +68,7 @@ def text(step: Weighed, *, number: int | None = None, advises: bool = True) -> s
         for name, (ratio, sequence) in zip(names, shown, strict=True):
             lines.append(f"  {name:<{width}}{sequence.tokens:>7}{ratio:>10.4g}")
     if step.trains is None and advises:
-        is_stock = step.nearest == "microbatch_token_mean"
+        is_stock = step.nearest == "microbatch_token_mean" and not step.is_per_token
         flag = "--calculate-per-token-loss trains token_mean; " if is_stock else ""
         mode = "for a mode, run with --loss-aggregation MODE, and weigh it again"
         lines += ["", _wrapped("next: ", flag + mode)]

@@ -189,7 +189,8 @@ class Weighing:
         """Compare with the run's own mode first."""
         for name in ("mode", "divisor", "exponent"):
             if (value := getattr(aggregation, name)) is not None:
-                self._given.setdefault(name, value)
+                is_c = (aggregation.mode, name) == ("token_sum", "divisor")
+                self._given.setdefault("C" if is_c else name, value)
 
     def losses(
         self,
@@ -211,10 +212,11 @@ class Weighing:
 
         ``losses``: this rank's, ``[T]`` or ``[b, s]``.
         ``mask``: like it; tokens with a weight outside of it, and those of it without one, are
-        reported. ``cu_seqlens``: offsets of the whole packed sequences, padding included,
-        ``[G + 1]``; without, an entry of the batch is a sequence. ``lengths``: in their place, the
-        tokens of each sequence that this rank holds, in order. ``term``: the name of a term of the
-        loss, which is weighed by itself. Call it once per microbatch and term, in their order.
+        reported. A loss of 0 outside of it, as of an ``ignore_index``, has no weight.
+        ``cu_seqlens``: offsets of the whole packed sequences, padding included, ``[G + 1]``;
+        without, an entry of the batch is a sequence. ``lengths``: in their place, the tokens of
+        each sequence that this rank holds, in order. ``term``: the name of a term of the loss,
+        which is weighed by itself. Call it once per microbatch and term, in their order.
         ``microbatch``: its number, from 0, for a loss that is computed in pieces: each call for one
         has more of its sequences. ``names``: what the report calls the sequences. ``cp_group``:
         whose ranks hold the microbatch's sequences, with dynamic context parallelism, or outside of
@@ -246,13 +248,14 @@ class Weighing:
             shape=tuple(losses.shape),
             eps=torch.finfo(losses.dtype).eps,
             arrived=Arrived(self._parameters.read_later),
-            cu_seqlens=cu_seqlens,
-            lengths=lengths,
+            cu_seqlens=_kept(cu_seqlens),
+            lengths=_kept(lengths),
             mask=mask,
             names=names,
             microbatch=microbatch,
             cp_group=cp_group,
             ids={name: _listed(ids) for name, ids in passed.items() if ids is not None},
+            is_zero=losses.detach() == 0,
             token_weights=token_weights,
             scale=self.run.scale(),
             has_graph=losses.requires_grad,
@@ -313,6 +316,7 @@ class Weighing:
                         rank,
                         parts=parts_of(0),
                         tolerance=TOLERANCE,
+                        moment=None,
                         unheard=rank.sizes["M"],
                     ),
                 )
@@ -328,8 +332,8 @@ class Weighing:
     def of_this_rank(self, term: str = LOSS) -> RankWeights:
         """Return the weights of this rank's tokens, per part of a sequence; waits for the device.
 
-        No collective. A rank that computes no loss, or is not the first of its tensor-parallel
-        ranks, has none.
+        No collective. A rank that computes no loss has none, and of tensor-parallel ranks, which
+        all have the same tokens, only the first has parts.
         """
         if self._fault is not None:
             raise self._fault
@@ -349,7 +353,6 @@ class Weighing:
                 reaching=self._parameters.reaching,
             )
             for name in self._terms
-            if counts
         }
         microbatches = of_term.get(term, [])
         first = next((call for call in chain(*microbatches)), None)
@@ -357,12 +360,15 @@ class Weighing:
         num_tokens = None if self._num_tokens is None else float(self._num_tokens.item())
         eps = [call.trained.eps for call in chain(*microbatches)]
         is_told = len(self._told) == len(microbatches)
-        parts = [
+        found = [
             self._parts(number, calls, is_told=is_told) for number, calls in enumerate(microbatches)
         ]
+        parts = np.concatenate([parts_of(0), *found])
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
-            parts=np.concatenate([parts_of(0), *parts]),
+            parts=parts[: len(parts) * counts],
+            place=(run.place.dp_rank, run.place.cp_rank),
+            moment=float(parts["moment"].sum()) if microbatches else None,
             num_tokens=num_tokens,
             is_finalized=bool(self._num_finalized),
             factor=self.run.factor(),
@@ -396,6 +402,10 @@ class Weighing:
         parts["microbatch"] = number
         parts["padded"] = sum(int(np.prod(call.trained.shape)) for call in calls)
         return parts
+
+    def _have_values(self, term: str) -> bool:
+        """Whether a loss of a term is not 0; else those of 0 may have a gradient, as of a KL."""
+        return any(not call.is_zero.all() for call in self._calls if call.term == term)
 
     def _parts_of(self, call: Call, first: int, told: Told | None, total: int) -> tuple[Array, int]:
         """Return the parts of a call, and how many sequences it has.
@@ -447,7 +457,14 @@ class Weighing:
             )
         weight_T = weight_T[:num_held]
         in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held] != 0
+        if self._have_values(call.term):
+            weight_T[~in_mask_T & (_numpy(heard.is_zero)[:num_held] != 0)] = 0
         value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
+        if (bad_T := in_mask_T & ~((value_T >= 0) & (value_T < np.inf))).any():
+            raise ContractError(
+                f"got token_weights of {value_T[bad_T][0]:g}, expected finite numbers from 0 on, "
+                "which modes count: multiply others, such as advantages, into the losses"
+            )
         # What is left out, or padding, weighs 0.
         omega_G = np.array([one or 0.0 for one in ids.get("weight", [1.0] * num_sequences)])
         own_T = value_T * omega_G[segments]
@@ -482,6 +499,7 @@ def _sums(
     return {
         "tokens": np.bincount(of, minlength=size),
         "weight_sum": np.bincount(of, weight, minlength=size),
+        "moment": np.bincount(of, weight * (1 + np.flatnonzero(has_T)), minlength=size),
         "weight_min": smallest,
         "weight_max": largest,
         "lowest": lowest,
@@ -534,7 +552,7 @@ def _of_shape(values: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
             f"got {what} of {tuple(values.shape)} for losses of {shape}, expected the same shape: "
             "pass the part that this rank holds, in the order of the losses"
         )
-    return values.detach()
+    return values.detach().clone()
 
 
 def _numpy(values: Tensor) -> Array:
@@ -543,5 +561,16 @@ def _numpy(values: Tensor) -> Array:
     return found
 
 
+def _kept(values: Any) -> Any:
+    """Copy lengths or offsets, whose buffer a loop may fill again; no host sync."""
+    if isinstance(values, list | tuple):
+        return [*values]
+    copied = getattr(values, "clone", getattr(values, "copy", None))
+    return values if copied is None else copied()
+
+
 def _listed(ids: Any) -> list[Any]:
-    return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else [*ids]
+    if isinstance(ids, Tensor | np.ndarray):
+        return ids.tolist()
+    # Tensors of one number each are one id only if they are one object.
+    return [one.item() if isinstance(one, Tensor) else one for one in ids]

@@ -18,7 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from program_table import main, rounding, row
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Options
+from megatron_lossagg.contract.engine import unwrapped
 from megatron_lossagg.integrations import weigh_rl, weigh_script
+from megatron_lossagg.integrations._shared import replaced
 from megatron_lossagg.reduction.layout import held
 from megatron_lossagg.weigh.weighing import Weighing
 
@@ -104,6 +106,19 @@ def second_call(ddp=None, has_weights=True):
     weighing, gradient = toy.weighed_step(chunk, found)
     first = toy.by_hand(found, lambda s: 1 / (toy.M * toy.world() * s.n_mb))
     return weighing, gradient, 2 * first if has_weights else None
+
+
+@row("a finalize function that is put in for the last of three schedule calls", is_known=False,
+     says="was set inside of the block")  # fmt: skip
+def finalized_at_last():
+    found, last_of = toy.sequences(), (None, None, finalize_model_grads)
+    chunk = toy.chunk_of(toy.total(found))
+    weighing = Weighing([chunk], num_microbatches=3 * toy.M)
+    with weighing:
+        for chunk.config.finalize_model_grads_func in last_of:
+            toy.schedule(chunk, found, toy.stock, weighing)
+    weights = toy.by_hand(found, lambda s: 3 / (toy.M * toy.world() * s.n_mb))
+    return weighing, toy.gradient_of(chunk), weights
 
 
 @row("zeroed inside of the block", trains="microbatch_token_mean")
@@ -273,11 +288,13 @@ def gpt(
     changed=lambda gpt: None,
     shapes=((2, 4), (1, 12)),
     repeats=False,
+    mask=torch.ones_like,
     **config,
 ):
     """Train a token mean, or a mean of token means of microbatches.
 
-    ``shapes``: of the microbatches. ``repeats``: zero gradients after a first try of them.
+    ``shapes``: of the microbatches. ``mask``: of losses. ``repeats``: zero gradients after a first
+    try of them.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
@@ -300,7 +317,8 @@ def gpt(
 
         def loss_func(losses):  # on the last stage
             losses = weighing.losses(losses)
-            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
+            kept = mask(losses.detach())
+            return (losses * kept).sum(), kept.sum().int(), {}
 
         return made, loss_func
 
@@ -322,10 +340,19 @@ def gpt_row(name, *, on=None, trains="token_mean", sizes=None, is_measured=True,
     row(f"GPT, {name}", **expected)(partial(gpt, **how))
 
 
+def every_second(losses):
+    """Return a mask that has as many tokens on each rank, and other ones."""
+    return ((torch.arange(losses.shape[1]) + dist.get_rank()) % 2).expand_as(losses)
+
+
 MEANS = {"per_token": False, "trains": "microbatch_token_mean"}
 gpt_row("per-token")
 gpt_row("average", **MEANS)
 gpt_row("TP 2", on=2, sizes={"tensor_model_parallel_size": 2})
+row("GPT, TP 2, whose ranks drop other tokens", on=2, is_known=False,
+    sizes={"tensor_model_parallel_size": 2}, says="ranks weigh the same tokens differently")(
+    partial(gpt, mask=every_second)
+)  # fmt: skip
 gpt_row("PP 2", on=2, sizes={"pipeline_model_parallel_size": 2})
 SP = {"sizes": {"tensor_model_parallel_size": 2}, "sequence_parallel": True}
 gpt_row("TP 2, sequence parallel", on=2, **SP)
@@ -818,6 +845,7 @@ def aggregated(
         "balanced": lambda s: by_group(s, found),
         "row_mean": lambda s: 1 / (number_of(sample, found) * s.b_mb * s.n),
         "length_power": lambda s: s.n**-0.5 / sum(o.n**0.5 for o in found),
+        "token_sum": lambda s: 1 / 7,
     }
     by_hand = toy.by_hand(found, weight_of[mode] if weight is None else partial(weight, found))
     for s in found:
@@ -868,6 +896,7 @@ for per_token in (False, True):
         "balanced": {"ids": {"group": group}},
         "length_power": {"exponent": 0.5},
         "row_mean": {"ids": {"sample": sample_id}},
+        "token_sum": {"divisor": 7},
     }.items():
         row(f"our {mode}, {scaling}", trains=mode)(
             partial(aggregated, per_token=per_token, mode=mode, **options)
@@ -989,7 +1018,7 @@ for mode, how in {
     )(partial(aggregated, per_token=True, mode=mode, lengths=EQUAL, **how))
 
 
-def with_values(name, weight, **expected):
+def with_values(name, weight, *, of_token=value, **expected):
     """A loop of one's own that says what its tokens weigh."""
 
     @row(f"a loop with token weights, {name}", **expected)
@@ -1000,7 +1029,7 @@ def with_values(name, weight, **expected):
         with weighing:
             for m in range(toy.M):
                 mine = toy.own(found, m)
-                values = torch.tensor([value(t) for s in mine for t in range(s.n)])
+                values = torch.tensor([of_token(t) for s in mine for t in range(s.n)])
                 losses = weighing.losses(
                     chunk(toy.tokens_of(mine)),
                     torch.ones(len(values)),
@@ -1034,13 +1063,22 @@ with_values(
     lambda s, found, t: value(t) / toy.total(found),
     says="a constant factor on token_mean",
 )
-
+with_values(
+    "that are signed, such as advantages",
+    lambda s, found, t: value(t) * (-1) ** t / toy.total(found),
+    of_token=lambda t: value(t) * (-1) ** t,
+    is_refused=True,
+    says="got token_weights of -0.5, expected finite numbers from 0 on",
+)
 
 # The mask
 
 
-def masked(name, *, mask, weighs, says, trains=None, shown=""):
-    """``mask``: of positions of a sequence; ``weighs``: which of them have a weight."""
+def masked(name, *, mask, weighs, says, trains=None, shown="", loss=None):
+    """``mask``: of positions of a sequence; ``weighs``: which of them have a weight.
+
+    ``loss``: of a token, by its parameter and the mask, all of which are summed.
+    """
 
     @row(f"mask: {name}", trains=trains, says=says)
     def run():
@@ -1056,10 +1094,11 @@ def masked(name, *, mask, weighs, says, trains=None, shown=""):
                 mine = toy.own(found, m)
                 given = torch.from_numpy(np.concatenate([mask(s.n) for s in mine])).int()
                 has = torch.from_numpy(np.concatenate([weighs(s.n) for s in mine]))
-                losses = weighing.losses(
-                    chunk(toy.tokens_of(mine)), given, lengths=toy.lengths_of(mine)
-                )
-                ((losses * has).sum() * toy.world() / float(total)).backward()
+                losses = chunk(toy.tokens_of(mine))
+                losses = losses if loss is None else loss(losses, given)
+                losses = weighing.losses(losses, given, lengths=toy.lengths_of(mine))
+                losses = losses * has if loss is None else losses
+                (losses.sum() * toy.world() / float(total)).backward()
             chunk.config.finalize_model_grads_func([chunk], None)
         np.testing.assert_allclose(toy.gradient_of(chunk), weights)
         report = str(weighing.weighed())
@@ -1074,11 +1113,44 @@ def last(number):
 
 masked("as it is", mask=last(4), weighs=last(4), says="trains token_mean", trains="token_mean")
 masked("ignored", mask=last(2), weighs=last(99), says="are outside of the mask", shown="!!!!##")
+masked("of losses that are 0 outside of it, and summed with the others", mask=last(4),
+       weighs=last(4), loss=torch.mul, says="trains token_mean", trains="token_mean")  # fmt: skip
+masked("ignored by a KL, which is 0 in the first step", mask=last(2), weighs=last(99),
+       loss=lambda x, given: x - x.detach(), says="are outside of the mask")  # fmt: skip
 masked("off by one", mask=last(3), weighs=lambda n: last(4)(n) & ~last(1)(n),
        says="tokens of the mask have no weight", shown="..!##0")  # fmt: skip
 masked("in part", mask=last(4), weighs=last(3), says="tokens of the mask have no weight")
 masked("without one sequence", mask=last(4), weighs=lambda n: last(4 * (n != 8))(n),
        says="4 tokens of the mask have no weight", shown="....0000")  # fmt: skip
+
+
+@row("a mask, offsets and token weights whose buffers are filled again", trains="sample_mean")
+def filled_again():
+    mask, offsets, values = torch.zeros(15), torch.zeros(3, dtype=torch.int32), torch.zeros(15)
+
+    def v(s, t):
+        return float((t + s.microbatch) % 3)
+
+    def by(s, found):
+        return 1 / (len(found) * sum(v(s, t) for t in range(s.n)))
+
+    found = toy.sequences((((6, 6), (8, 4)), ((7, 5), (6, 9))))
+    chunk = toy.chunk_of(toy.total(found))
+    weighing = Weighing([chunk], num_microbatches=toy.M)
+
+    def loss_func(mine, losses):
+        n = len(losses)
+        values[:n] = torch.tensor([v(s, t) for s in mine for t in range(s.n)])
+        mask[:n] = (values[:n] > 0).float()
+        offsets[1:] = torch.tensor(toy.lengths_of(mine)).cumsum(0)
+        of = {"cu_seqlens": offsets, "token_weights": values[:n]}
+        w = torch.tensor([by(s, found) * v(s, t) for s in mine for t in range(s.n)])
+        return (weighing.losses(losses, mask[:n], **of) * w).sum() * toy.M * toy.world(), {}
+
+    with weighing:
+        toy.schedule(chunk, found, loss_func)
+    weights = [by(s, found) * v(s, t) for s in found for t in range(s.n)]
+    return weighing, toy.gradient_of(chunk), np.array(weights)
 
 
 # Modes and causes
@@ -1149,6 +1221,12 @@ weighed_as(
     "prompt_mean",
     by_prompt,
     ids={"prompt": prompt},
+    trains="prompt_mean",
+)
+weighed_as(
+    "prompt_mean, whose ids are tensors",
+    by_prompt,
+    ids={"prompt": lambda s: torch.tensor(prompt(s))},
     trains="prompt_mean",
 )
 weighed_as(
@@ -1569,6 +1647,29 @@ script("a reference pass without gradients", with_a_reference, trains="token_mea
 script("loss_mask is ignored", ignores_its_mask, says="are outside of the mask")
 
 
+def returns(name, output_of, loss_of, **expected):
+    """A script whose forward_step returns what is made of the toy's losses."""
+
+    def step(model, mine):
+        losses = model(toy.tokens_of(mine))[:, 0, 0]
+        return output_of(losses), lambda output: (loss_of(output), num(losses), {})
+
+    def of_two_heads(model, mine):
+        weight = model.module.weight
+        with replaced(unwrapped(model), forward=lambda t: weight[t, None, None].expand(-1, 2, 1)):
+            return step(model, mine)
+
+    script(f"forward_step returns {name}", of_two_heads, **expected)
+
+
+returns("losses, and the model those of two heads", lambda x: x, torch.sum, trains="token_mean")
+returns("a loss", torch.sum, lambda loss: loss, is_refused=True, says="losses of no dimension")
+returns("a tuple", lambda x: (x, x), lambda both: both[0].sum(), is_refused=True,
+        says="got tuple, expected the losses of tokens")  # fmt: skip
+returns("a dict", lambda x: {"x": x}, lambda of: of["x"].sum(), is_refused=True,
+        says="got dict, expected the losses of tokens")  # fmt: skip
+
+
 def terms(name, reduce, **expected):
     """``reduce``: from a function that hears losses, and the losses of a microbatch, to a loss."""
 
@@ -1824,6 +1925,32 @@ at_cp_2(
     per_token=True,
     trains="token_mean",
 )
+
+
+def ordered(name, order, ids, **expected):
+    """A right sample mean of three sequences, of which each rank holds half of the tokens."""
+
+    @row(f"at CP 2, {name}", on=2, sizes={"context_parallel_size": 2}, **expected)
+    def run():
+        rank, n = dist.get_rank(), (8, 4, 6)
+        chunk = toy.chunk_of(18)
+        weighing = Weighing([chunk])
+        halves = [torch.arange(18).split(n)[s].chunk(2)[rank] for s in order(rank)]
+        lengths = [*map(len, halves)]
+        with weighing:
+            losses = chunk(torch.cat(halves))
+            losses = weighing.losses(losses, lengths=lengths, sample=ids(rank))
+            sum(part.mean() * 2 / (2 * 3) for part in losses.split(lengths)).backward()
+            chunk.config.finalize_model_grads_func([chunk], None)
+        weights = np.repeat([1 / (3 * one) for one in n], n)
+        np.testing.assert_allclose(toy.gradient_of(chunk), weights)
+        return weighing, None, None
+
+
+ordered("sequences in another order on each rank", lambda rank: ([0, 1, 2], [1, 0, 2])[rank],
+        lambda rank: ("abc", "bac")[rank], is_known=False, says="different ids")  # fmt: skip
+ordered("ids of each rank", lambda rank: range(3), lambda rank: ("abc", "def")[rank],
+        trains="sample_mean")  # fmt: skip
 
 
 def gathered(name, of_losses, **expected):

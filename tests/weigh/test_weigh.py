@@ -181,6 +181,7 @@ def test_a_constant_other_than_the_one_passed_is_named():
 def test_the_flag_that_trains_a_token_mean_is_advised_where_stock_trains():
     flag = "--calculate-per-token-loss"
     assert flag in text(compare(ranks(lambda n_mb, n: 1 / (4 * n_mb))))
+    assert flag not in text(compare(ranks(lambda n_mb, n: 1 / n_mb, num_tokens=12.0)))  # it is on
     other = text(compare(ranks(lambda n_mb, n: 1 / 24)))
     assert flag not in other
     assert "next: for a mode, run with --loss-aggregation MODE" in other
