@@ -127,11 +127,10 @@ PART = np.dtype(
 )
 """What one rank holds of one sequence of a microbatch; weights are g_t, 0 of no token.
 
-As of :class:`WeighedSequence`; and ``m``: M of the rank; ``moment``: the sum of weights times their
-positions in the losses; ``length``, ``padded``: losses of the
-sequence and of its microbatch here, padding included; ``told``: ``n`` of the whole sequence, by the
-step that was told, else NaN; ``shown``: its positions, if it is short: which have a weight, and
-which the mask has.
+As of :class:`WeighedSequence`; and ``m``: M of the rank; ``moment``: the sum of absolute weights,
+each times its position in the losses; ``length``, ``padded``: losses of the sequence and of its
+microbatch here, padding included; ``told``: ``n`` of the whole sequence, by the step that was told,
+else NaN; ``shown``: its positions, if it is short: which have a weight, and which the mask has.
 """
 
 

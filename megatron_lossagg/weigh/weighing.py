@@ -499,7 +499,7 @@ def _sums(
     return {
         "tokens": np.bincount(of, minlength=size),
         "weight_sum": np.bincount(of, weight, minlength=size),
-        "moment": np.bincount(of, weight * (1 + np.flatnonzero(has_T)), minlength=size),
+        "moment": np.bincount(of, abs(weight) * (1 + np.flatnonzero(has_T)), minlength=size),
         "weight_min": smallest,
         "weight_max": largest,
         "lowest": lowest,
