@@ -107,6 +107,9 @@ None communicates there but `Ownership`, over the context-parallel ranks. Shown 
 `tests/guards/test_guards.py -k fsdp`, which runs the rows of the table of faults that have to do
 with a wrapper, and `tests/loop/engine_worker.py`.
 
+**Not compared**: masks and factors of tensor-parallel ranks, which have the same tokens, if their
+counts are equal. [Weighing](../weigh.md) compares them.
+
 `mb.outputs` also looks at:
 
 {outputs}
