@@ -85,8 +85,8 @@ class Weighing:
     ``model``: the chunk or chunks in Megatron's DistributedDataParallel or Megatron-FSDP, as the
     schedule gets them; a model in torch's; any other model on one process only. A context manager
     around the schedule call or the backward passes, inside of a ``LossAggregator``'s step if there
-    is one. It changes no value; no collective and no host sync before :meth:`weighed`. It weighs
-    one step.
+    is one. It changes no value; no collective before :meth:`weighed`, and no host sync but for ids
+    on a device. It weighs one step.
     ``num_microbatches``: M; None if :meth:`losses` is called once for each, with a backward pass of
     its own. ``divisor``, ``exponent``: of ``constant`` and ``length_power``, to compare with them.
     ``loss_scale``: what the loss is multiplied by, and the gradient divided by, that Megatron's
