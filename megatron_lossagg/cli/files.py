@@ -1,16 +1,14 @@
 """What a command writes: whole or not at all, and never over what it reads; and what it needs.
 
-Beside it, what several commands read in one way: modules of the current folder, a time limit.
+Beside it, what several commands read in one way: modules of the current folder.
 
 An extra of this package installs the packages that only some commands need.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -29,24 +27,6 @@ def import_from_here() -> None:
     """Let modules of the current folder be imported, as ``python -m`` does."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-
-
-def seconds(text: str) -> float:
-    """Read the value of ``--timeout``."""
-    if not 0 < float(text) < math.inf:
-        raise ValueError
-    return float(text)
-
-
-def given(
-    args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]
-) -> dict[str, Any]:
-    """Return the options that differ from their default; ``add_arguments``: the command's."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    own = {action.dest for action in parser._actions}
-    values = {name: value for name, value in vars(args).items() if name in own}
-    return {name: value for name, value in values.items() if value != parser.get_default(name)}
 
 
 class OutputError(LossAggregationError, ValueError):
@@ -109,9 +89,9 @@ def write_json(
 
     A number that is not finite becomes None. Raises :class:`OutputError`.
     """
-    from megatron_lossagg.weigh.report import finite
-
     if path is not None:
+        from megatron_lossagg.weigh.report import finite
+
         text = json.dumps(finite(made), indent=1, allow_nan=False, default=default)
         write_whole("--json", path, text + "\n")
 

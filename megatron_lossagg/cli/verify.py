@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron_lossagg
-from megatron_lossagg.cli import files, verify_loss
+from megatron_lossagg.cli import arguments, files, verify_loss
 from megatron_lossagg.cli.verify_report import Report, markdown, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError, say
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--timeout",
-        type=files.seconds,
+        type=arguments.seconds,
         metavar="SECONDS",
         help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f}), and the "
         f"checks of --framework (default {TIMEOUT:.0f})",
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     launcher = _launcher()
     files.import_from_here()  # as the processes that are started do
     if args.loss_func is not None:
-        given = files.given(args, add_arguments)
+        given = arguments.given(args, add_arguments)
         return verify_loss.run(args, given | ({"launcher": ""} if launcher else {}))
     if args.batch is not None:
         raise ProofError(

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.cli import run as run_command
 from megatron_lossagg.cli import weigh_framework
-from megatron_lossagg.cli.files import check_outputs, given, needed, write_json, write_whole
+from megatron_lossagg.cli.arguments import given
+from megatron_lossagg.cli.files import check_outputs, needed, write_json, write_whole
 from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES, unknown_name

@@ -119,11 +119,14 @@ class Engine:
                 yield name, parameter
 
     def added_up(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return where this rank adds up its gradient, flat, and the first entry of that."""
+        """Return the flat tensor in which this rank accumulates its gradient.
+
+        And the index of that tensor's first entry in the flattened parameter.
+        """
         return parameter.main_grad.view(-1), 0
 
     def reduced(self, parameter: Any) -> tuple[Tensor, int]:
-        """Return what this rank has of its reduced gradient, flat, and the first entry of that."""
+        """Return what this rank has of its reduced gradient, and the same index."""
         whole, first = self.added_up(parameter)
         groups = (*self.chunk.bucket_groups, *self.chunk.expert_parallel_bucket_groups)
         for group in groups if self.shards else ():
@@ -168,14 +171,15 @@ class Engine:
         return ""
 
     def reduce_held(self) -> None:
-        """Start the reduction that a ``no_sync`` has held back, if finalize does not. Collectives:
-        its own.
+        """Start the reduction that a ``no_sync`` has held back, if finalize does not.
+
+        Runs the wrapper's own collectives.
         """
         if self.chunk.ddp_config.overlap_grad_reduce:  # no backward pass has started it
             self.chunk.start_grad_sync()
 
     def wrap(self, config: Any, ddp_config: Any, module: Any, unit: type) -> Any:
-        """Wrap another model as the chunk was. Collectives: its own.
+        """Wrap another model in the same way as the chunk; runs the wrapper's own collectives.
 
         ``unit``: class of the submodules that are gathered and freed as a whole.
         """

@@ -366,7 +366,7 @@ class Weighing:
         parts = np.concatenate([parts_of(0), *found])
         return RankWeights(
             sizes={"M": m or max(map(len, of_term.values()), default=0), **run.place.sizes},
-            parts=parts[: len(parts) * counts],
+            parts=parts if counts else parts_of(0),
             place=(run.place.dp_rank, run.place.cp_rank),
             moment=float(parts["moment"].sum()) if microbatches else None,
             num_tokens=num_tokens,

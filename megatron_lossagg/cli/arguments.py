@@ -1,0 +1,26 @@
+"""What several commands ask of their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def seconds(text: str) -> float:
+    """Read the value of ``--timeout``."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
+def given(
+    args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> dict[str, Any]:
+    """Return the options that differ from their default; ``add_arguments``: the command's."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    own = {action.dest for action in parser._actions}
+    values = {name: value for name, value in vars(args).items() if name in own}
+    return {name: value for name, value in values.items() if value != parser.get_default(name)}
