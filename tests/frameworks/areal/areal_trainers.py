@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import areal_first  # before AReaL and Megatron-Core
 import pytest
 import torch
-import torch.distributed as dist
 from areal.api.cli_args import (
     PPOActorConfig,
     RejectionSamplingConfig,
@@ -26,6 +25,7 @@ from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
 from areal.utils import stats_tracker
 from areal.utils.dynamic_import import import_from_string
+from ranks import leave
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError
@@ -148,4 +148,4 @@ def main():
 if __name__ == "__main__":
     assert areal_first.CHECKOUT
     main()
-    dist.destroy_process_group()  # of the controllers
+    leave()  # of the controllers

@@ -37,7 +37,7 @@ from areal.engine import megatron_engine
 from areal.infra.controller.train_controller import _dispatch_tensors
 from areal.utils import stats_tracker
 from megatron.core import parallel_state
-from ranks import of_ranks
+from ranks import leave, of_ranks
 from torch.distributed.nn import functional
 
 import megatron_lossagg.cpu as cpu
@@ -251,4 +251,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    leave()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mcore_adapter.trainer import DPOTrainer, McaTrainer
 from mcore_adapter.trainer import trainer as module
 from megatron.core import parallel_state as mpu
+from ranks import leave
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
@@ -208,7 +209,7 @@ def main(output):
         written = {"rows": rows, "refused": refused}
         numbers = functools.partial(json.dumps, default=float)
         Path(output).write_text(numbers(written))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from ranks import leave
 
 FILE = "mcore_adapter/src/mcore_adapter/trainer/trainer.py"
 
@@ -62,7 +63,7 @@ def main(checkout, output):
         mpu.destroy_model_parallel()
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from megatron_lm_watch import compute_too, watch
+from ranks import leave
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cpu import stand_ins
@@ -52,7 +53,7 @@ def run(file, arguments):
         sys.argv, sys.path[0] = arguments[1:], str(Path(arguments[1]).parent)
         runpy.run_path(arguments[1], run_name="__main__")
         dist.barrier()
-        dist.destroy_process_group()
+        leave()
         return 0
     if arguments[0] == "--wanted":
         compute_too(training, write, {"mode": arguments[1]})

@@ -27,7 +27,7 @@ from megatron.core.datasets.data_schedule import (  # noqa: E402
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
-from ranks import of_ranks  # noqa: E402
+from ranks import leave, of_ranks  # noqa: E402
 from token_model import error_of, masked_sum, mean_by_hand, wrapped  # noqa: E402
 
 from megatron_lossagg import Aggregation, LossAggregator  # noqa: E402
@@ -179,7 +179,7 @@ def main():
         found, sizes = gradient("zigzag", padding, per_token=False, aggregation=weighs)
         compare(f"{padding}, count weights", found, wanted, sizes)
     compare_dynamic()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
+from ranks import leave
 from swift.megatron.arguments.megatron_args import MegatronArguments
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.megatron.trainers import base
@@ -245,7 +246,7 @@ def run(train):
         numbers = {**trainer.written, "hooked": None if hook is None else hook.num_steps}
         if dist.get_rank() == dist.get_world_size() - 1:
             Path(path).write_text(json.dumps(numbers))
-    dist.destroy_process_group()
+    leave()
 
 
 def train(path, aggregation, cp, loss_scaling, data, more):

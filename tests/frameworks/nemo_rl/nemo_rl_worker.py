@@ -51,6 +51,7 @@ from nemo_rl.algorithms.loss.loss_functions import (
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_functions import losses_of
+from ranks import leave
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
@@ -527,4 +528,4 @@ if __name__ == "__main__":
     functions = (plan, train, weigh, losses)
     {function.__name__: function for function in functions}[WHAT]()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave()

@@ -9,8 +9,8 @@ import sys
 
 import tiny_gpt
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from ranks import leave
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
@@ -218,4 +218,4 @@ if __name__ == "__main__":
     tiny_gpt.start(dtype=getattr(torch, sys.argv[1]))
     SIGNS = SIGNED if "signed" in sys.argv[4:] else None
     reference(sys.argv[2], int(sys.argv[3]))
-    dist.destroy_process_group()
+    leave()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from live_step import CP, DP, gathered_log_probs
 from megatron.core import parallel_state
+from ranks import leave
 
 
 def compare(path, framework):
@@ -55,4 +56,4 @@ def compare(path, framework):
 
 if __name__ == "__main__":
     compare(sys.argv[1], sys.argv[2])
-    dist.destroy_process_group()
+    leave()

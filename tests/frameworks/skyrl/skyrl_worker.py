@@ -37,6 +37,7 @@ sys.path.append(str(INSTALLED))
 
 import stand_ins  # noqa: E402
 import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run on a CPU
+from ranks import leave  # noqa: E402
 
 from megatron_lossagg.verify.drivers import imports  # noqa: E402
 from megatron_lossagg.verify.drivers import skyrl as skyrl_driver  # noqa: E402
@@ -314,4 +315,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    leave()

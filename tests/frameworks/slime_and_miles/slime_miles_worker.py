@@ -20,6 +20,7 @@ import tiny_gpt  # installs the stand-ins of megatron_lossagg.cpu
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from ranks import leave
 from slime_miles_functions import (
     GLOBAL_BATCH,
     ROLLOUTS,
@@ -252,4 +253,4 @@ if __name__ == "__main__":
         torch.set_default_dtype(getattr(torch, dtype))
         compare(FRAMEWORK, getattr(torch, dtype), int(cp_size), path)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave()

@@ -19,6 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from device_double import DeviceDouble  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from ranks import leave  # noqa: E402
 
 from megatron_lossagg.errors import PlanError  # noqa: E402
 
@@ -138,7 +139,7 @@ def main(path, cp, pp):
     check_refusals(engine)
     if dist.get_rank() == 0:
         print("other batches and repeated sequences are refused")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from device_double import DeviceDouble, OnDevice  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from ranks import leave  # noqa: E402
 
 from megatron_lossagg.verify.drivers.verl import engine_around  # noqa: E402
 
@@ -212,4 +213,4 @@ def check_report(output, saved, case):
 
 if __name__ == "__main__":
     compare(sys.argv[1], per_token=sys.argv[2] == "1")
-    dist.destroy_process_group()
+    leave()

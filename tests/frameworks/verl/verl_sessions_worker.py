@@ -24,6 +24,7 @@ import torch.distributed as dist  # noqa: E402
 import verl_agent_loop  # noqa: E402
 from device_double import DeviceDouble  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from ranks import leave  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.errors import PlanError  # noqa: E402
@@ -133,7 +134,7 @@ def main(path, per_token):
         if dist.get_rank() == 0:
             print(f"{name} times its loss_weight: the reference, {worst:.1e}", flush=True)
     check_refusal(engine, rows)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

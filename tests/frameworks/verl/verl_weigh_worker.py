@@ -15,6 +15,7 @@ import torch.distributed as dist
 import verl_engine_worker as engine_worker  # first: it chooses verl's engine
 from device_double import DeviceDouble
 from megatron.core import parallel_state
+from ranks import leave
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import weigh_rl
@@ -116,4 +117,4 @@ def weigh(per_token):
 
 if __name__ == "__main__":
     weigh(per_token=int(sys.argv[1]))
-    dist.destroy_process_group()
+    leave()
