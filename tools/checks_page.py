@@ -103,12 +103,10 @@ other ranks may have some |
 | `Outcome` | what the wrapper returns |
 | the others, `Options.record` | nothing of a wrapper |
 
-None communicates there but `Ownership`, over the context-parallel ranks. Shown by
+Only `Ownership` communicates, over context-parallel ranks, and `Replicas`, over tensor-parallel
+ones. Shown by
 `tests/guards/test_guards.py -k fsdp`, which runs the rows of the table of faults that have to do
 with a wrapper, and `tests/loop/engine_worker.py`.
-
-**Not compared**: masks and factors of tensor-parallel ranks, which have the same tokens, if their
-counts are equal. [Weighing](../weigh.md) compares them.
 
 `mb.outputs` also looks at:
 
@@ -125,7 +123,7 @@ after 3.
 
 1. {tracker}
 2. The guards that look at the end, in their order: {finishing}.
-3. {together} compares the context-parallel ranks, even if this rank has failed: none waits.
+3. {together} compare the ranks of their groups, even if this rank has failed: none waits.
 4. What the checks of [values](#values) recorded on a device.
 
 Then `Options.record` writes the step's line.

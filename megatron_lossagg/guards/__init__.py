@@ -14,6 +14,7 @@ from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.guards.outcome import Outcome
 from megatron_lossagg.guards.ownership import Ownership
+from megatron_lossagg.guards.replicas import Replicas
 
 __all__ = ["GUARDS", "guards_of"]
 
@@ -25,6 +26,7 @@ GUARDS: tuple[type[Guard], ...] = (
     Finalized,
     Ownership,
     Outcome,
+    Replicas,
 )
 """In the order in which they look."""
 

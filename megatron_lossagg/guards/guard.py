@@ -211,6 +211,12 @@ class Guard:
         return {}
 
 
+def _look(looks: Sequence[Callable[..., None]], *details: Any) -> None:
+    """Let several guards look at a term."""
+    for look in looks:
+        look(*details)
+
+
 _KIND = 40
 """Letters by which a fault is told from others of its guard: its numbers may change."""
 
@@ -228,9 +234,9 @@ class StepGuards:
         self._only_warns = only_warns
         self._warned: set[str] = set()
         facts.log.on_unusual_term = partial(self.tell, Guard.on_unusual_term)
-        for guard in guards:
-            if type(guard).on_term is not Guard.on_term:
-                facts.log.on_term = partial(guard.on_term, facts)
+        looks = [one.on_term for one in guards if type(one).on_term is not Guard.on_term]
+        if looks:
+            facts.log.on_term = partial(_look, looks, facts)
         facts.plan.state.faults.on_guard = self._warn if only_warns else None
 
     def tell(self, event: Callable[..., None], *details: Any) -> None:

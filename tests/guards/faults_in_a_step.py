@@ -12,6 +12,7 @@ from custom_reducer import custom
 from faults import caught_by
 from faults_before_a_step import an_aggregator
 from faults_of_deferred_steps import REDUCER_OF_THE_PLAN, with_reducer_of_the_plan, with_term
+from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import (
     RerunMode,
     RerunState,
@@ -417,6 +418,45 @@ def ids_of_each_rank(training, is_shadow, kind, mode):
     ids = list(range(len(training.counts)))
     given = {kind: [0, 0, *ids[2:]] if training.aggregator.cp_rank == 0 else ids}
     training.step(right if is_shadow else with_term(mode), **given)
+
+
+def replica(training, mask, sequences, *, trains=True):
+    """Train a step by hand, as one of two tensor-parallel ranks."""
+    with training.aggregator.step([2, 1], num_microbatches=1) as step:
+        offsets = [0, 4 if sequences == [0, 1] else 2, 6]
+        mb = step.microbatch(sequences, torch.tensor(mask), cu_seqlens=offsets)
+        x = torch.ones(6, requires_grad=True)
+        loss = mb.reduce(x)
+        mb.outputs(loss if trains else loss.detach() + x.mean())[0].backward()
+
+
+@caught_by("Replicas", "masks of each rank", "the loss masks of .* ranks 0 and 1, which", "TP 2")
+def masks_of_each_rank(training):
+    """With the same counts, as of tokens that each rank drops at random."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    replica(training, ([1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 1, 0])[rank], [0, 1])
+
+
+@caught_by("Replicas", "sequences of each rank", "the weights of .* ranks 0 and 1, which", "TP 2")
+def sequences_of_each_rank(training):
+    """The same positions are trained, with the weights of other sequences."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    replica(training, [1, 0, 0, 1, 0, 1], ([0, 1], [1, 0])[rank])
+
+
+@caught_by(
+    "Replicas",
+    "a rank that failed by itself",
+    "tensor-parallel rank 1 ended the step with an error",
+    "TP 2",
+    ranks=(0,),
+)
+def replica_failed_alone(training):
+    """Rank 1 finds a missing gradient when the step finishes, which rank 0 learns of."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    own = pytest.raises(ContractError, match="no gradient reached the step's own partial loss")
+    with contextlib.nullcontext() if is_first else own:
+        replica(training, [1, 1, 0, 0, 1, 0], [0, 1], trains=is_first)
 
 
 @caught_by("GradientBuffers", "more calls than declared", NONZERO)

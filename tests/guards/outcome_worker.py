@@ -13,8 +13,10 @@ from check_runner import run_checks
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_lossagg import LossAggregator, Options
+from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction import faults
 
 LENGTH, M = 8, 2
@@ -301,6 +303,20 @@ def check_the_first_rank_says_once_what_it_measured():
     lines = [line for line in said.getvalue().splitlines() if "trained with" in line]
     right = "tokens were trained with the weight of sample_mean, times 1.000000 to 1.000000"
     assert [right in line for line in lines] == [True] * run.groups.is_first
+
+
+def check_factors_of_each_tensor_parallel_rank_are_refused():
+    """The last one: the ranks hold the same tokens from here on."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2)
+    model_parallel_cuda_manual_seed(1)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for per_token in (False, True):
+        run = made(per_token=per_token)
+        assert train(run)[0] == [1, 1]
+        told = "the gradients of tensor-parallel ranks 0 and 1, .* at the model's losses"
+        with pytest.raises(ReducerError, match=told):
+            train(run, lambda step, number, x: reduced(step, number, x * (1 + rank)))
 
 
 if __name__ == "__main__":
