@@ -1018,8 +1018,8 @@ for mode, how in {
     )(partial(aggregated, per_token=True, mode=mode, lengths=EQUAL, **how))
 
 
-def with_values(name, weight, *, of_token=value, **expected):
-    """A loop of one's own that says what its tokens weigh."""
+def with_values(name, weight, *, of_token=value, given="token_weights", **expected):
+    """A loop of one's own that says what its tokens weigh; ``given``: as what."""
 
     @row(f"a loop with token weights, {name}", **expected)
     def run():
@@ -1030,12 +1030,9 @@ def with_values(name, weight, *, of_token=value, **expected):
             for m in range(toy.M):
                 mine = toy.own(found, m)
                 values = torch.tensor([of_token(t) for s in mine for t in range(s.n)])
-                losses = weighing.losses(
-                    chunk(toy.tokens_of(mine)),
-                    torch.ones(len(values)),
-                    lengths=toy.lengths_of(mine),
-                    token_weights=values,
-                )
+                passed = {"mask": torch.ones(len(values)), given: values}
+                output, lengths = chunk(toy.tokens_of(mine)), toy.lengths_of(mine)
+                losses = weighing.losses(output, **passed, lengths=lengths)
                 w = [weight(s, found, t) for s in mine for t in range(s.n)]
                 ((losses * torch.tensor(w)).sum() * toy.world()).backward()
             chunk.config.finalize_model_grads_func([chunk], None)
@@ -1062,6 +1059,12 @@ with_values(
     "which are not in its denominator",
     lambda s, found, t: value(t) / toy.total(found),
     says="a constant factor on token_mean",
+)
+with_values(
+    "of its mask",
+    lambda s, found, t: value(t) / sum(map(sum_of, found)),
+    given="mask",
+    says="weights of tokens (token_weights, if the mask's values are some)",
 )
 with_values(
     "that are signed, such as advantages",
