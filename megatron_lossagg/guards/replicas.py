@@ -8,8 +8,6 @@ Shape suffix: W = ranks of the tensor-parallel group.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -61,7 +59,7 @@ class Replicas(Guard):
         self, step: StepFacts, line: Line, term: Term, losses: Tensor, microbatch: Microbatch
     ) -> None:
         """Note which tokens a term trains, and their weights."""
-        if term.is_recomputed or not term.can_be_trained:
+        if not term.can_be_trained:
             return
         self._kept.append(microbatch.keep)
         if microbatch.custom is None:
@@ -79,11 +77,10 @@ class Replicas(Guard):
         gradients = [weights_of(arrived, 1.0, torch.float64) for arrived in heard if arrived]
         sums = [_by_position(kind) for kind in (self._kept, self._weights, gradients)]
         device = sums[1].device  # of the losses, if a mode weighed some
-        own = torch.tensor([float(has_failed)], dtype=torch.float64, device=device)
-        exchange = Exchange(step.groups.tp_group)
-        gathered_W4 = exchange.tensors(torch.stack([own[0], *(moved(one, device) for one in sums)]))
-        describe = partial(_describe, exchange.rank)
-        step.plan.state.faults.record([*gathered_W4.reshape(-1)], describe, guard=self.name)
+        own = torch.full((), float(has_failed), dtype=torch.float64, device=device)
+        own = torch.stack([own, *(moved(one, device) for one in sums)])
+        gathered_W4 = Exchange(step.groups.tp_group).tensors(own)
+        step.plan.state.faults.record([*gathered_W4.reshape(-1)], _describe, guard=self.name)
 
 
 def _by_position(found: list[Tensor]) -> Tensor:
@@ -94,11 +91,11 @@ def _by_position(found: list[Tensor]) -> Tensor:
     return x_T @ torch.arange(1, len(x_T) + 1, dtype=x_T.dtype, device=x_T.device)
 
 
-def _describe(own_rank: int, values: list[float]) -> str:
+def _describe(values: list[float]) -> str:
+    """Say what differs; read where this rank has not failed, which raises its own error."""
     failed_W, *sums = np.reshape(values, (-1, 4)).T
-    rank = int(failed_W.argmax())
-    if failed_W[rank] and rank != own_rank:
-        return f"{TP_RANK.format(rank)} ended the step with an error"
+    if failed_W.any():
+        return f"{TP_RANK.format(int(failed_W.argmax()))} ended the step with an error"
     for (tolerance, message), sum_W in zip(_KINDS, sums, strict=True):
         if sum_W.max() - sum_W.min() > tolerance * sum_W.max():
             return message.format(*sorted((int(sum_W.argmin()), int(sum_W.argmax()))))

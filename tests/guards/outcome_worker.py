@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_lossagg import LossAggregator, Options
 from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.guards.replicas import Replicas
 from megatron_lossagg.reduction import faults
 
 LENGTH, M = 8, 2
@@ -307,16 +308,25 @@ def check_the_first_rank_says_once_what_it_measured():
 
 def check_factors_of_each_tensor_parallel_rank_are_refused():
     """The last one: the ranks hold the same tokens from here on."""
+    guards = []
+
+    def times(factor, step, number, output):
+        guards.append({type(one) for one in step._guards.guards})
+        return reduced(step, number, output * factor)
+
+    train(made(per_token=False), functools.partial(times, 1))
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2)
     model_parallel_cuda_manual_seed(1)
     rank = parallel_state.get_tensor_model_parallel_rank()
     for per_token in (False, True):
         run = made(per_token=per_token)
-        assert train(run)[0] == [1, 1]
         told = "the gradients of tensor-parallel ranks 0 and 1, .* at the model's losses"
         with pytest.raises(ReducerError, match=told):
-            train(run, lambda step, number, x: reduced(step, number, x * (1 + rank)))
+            train(run, functools.partial(times, 1 + rank))
+        for _ in range(2):
+            train(run, functools.partial(times, 1 + 5e-5 * rank))  # as by rounding
+    assert [Replicas in found for found in guards[::M]] == [False] + [True, True, False] * 2
 
 
 if __name__ == "__main__":

@@ -150,6 +150,10 @@ TESTS = {
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
     "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
     "guards/outcome": [*of("guards", "loss_graph"), *checks_of("guards/outcome_worker")],
+    "guards/replicas": [
+        *faults_of("Replicas"),
+        *checks_of("guards/outcome_worker", "guards/warning_worker"),
+    ],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "loop/step": [
         *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
