@@ -3,13 +3,12 @@
 Their counts are the first one's. Their masks are each rank's own, and a generator that drops tokens
 may be in another state on each.
 
-Shape suffix: W = ranks of the tensor-parallel group.
+Shape suffixes: W = ranks of the tensor-parallel group; T = tokens.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,8 +33,9 @@ class Replicas(Guard):
     """Compare what tensor-parallel ranks train, in the steps in which ``Outcome`` looks.
 
     Three sums over the step's tokens t, in float64, of terms that a gradient reached: sqrt(t) of
-    those that a mask keeps, sqrt(t) times abs(w_t) times the gradient at the partial loss, and
-    sqrt(t) times the absolute gradient at a loss per token that the model returned.
+    those that a mask keeps, sqrt(t) times w_t times the gradient at the partial loss, and sqrt(t)
+    times the gradient at a loss per token that the model returned. What is below 0 counts twice as
+    much above it.
     """
 
     catches = (
@@ -90,16 +90,20 @@ class Replicas(Guard):
         device = sums[0].device
         own = torch.full((), float(has_failed), dtype=torch.float64, device=device)
         own = torch.stack([own, *(moved(one, device) for one in sums)])
-        failed_W, *of_kinds = Exchange(step.groups.tp_group).tensors(own).T
+        gathered_4W = Exchange(step.groups.tp_group).tensors(own).T
         faults = step.plan.state.faults
-        faults.record([*failed_W], _describe_failed)
-        for kind_W, kind in zip(of_kinds, _KINDS, strict=True):
-            faults.record([*kind_W], partial(_describe, *kind), guard=self.name)
+        faults.record([*gathered_4W[0]], _describe_failed)
+        faults.record([*gathered_4W[1:].flatten()], _describe, guard=self.name)
 
 
 def _gradient(term: Term) -> Tensor:
-    """Return the absolute gradient that arrived at a partial loss: 0-dim, in float64."""
-    return torch.stack([found[0].double() for _, found in term.arrived]).sum().abs()
+    """Return the gradient that arrived at a partial loss, above 0: 0-dim, in float64."""
+    return _positive(torch.stack([found[0].double() for _, found in term.arrived]).sum())
+
+
+def _positive(x: Tensor) -> Tensor:
+    """Return abs(x), or twice as much where x < 0: no sum cancels, and a sign shows in it."""
+    return torch.where(x < 0, -2 * x, x)
 
 
 def _added(of_terms: list[Tensor]) -> Tensor:
@@ -108,11 +112,11 @@ def _added(of_terms: list[Tensor]) -> Tensor:
 
 
 def _by_position(found: list[Tensor]) -> Tensor:
-    """Sum sqrt(t) times abs(x_t) over all tensors, whose tokens are numbered on from 1: 0-dim."""
+    """Sum sqrt(t) times x_t, above 0, over tensors whose tokens are numbered on from 1: 0-dim."""
     if not found:
         return torch.zeros((), dtype=torch.float64)
-    x_T = torch.cat([moved(one.reshape(-1), found[0].device) for one in found]).double().abs()
-    return x_T @ torch.arange(1, len(x_T) + 1, dtype=x_T.dtype, device=x_T.device).sqrt()
+    x_T = torch.cat([moved(one.reshape(-1), found[0].device) for one in found]).double()
+    return _positive(x_T) @ torch.arange(1, len(x_T) + 1, dtype=x_T.dtype, device=x_T.device).sqrt()
 
 
 def _describe_failed(failed_W: list[float]) -> str:
@@ -121,9 +125,12 @@ def _describe_failed(failed_W: list[float]) -> str:
     return "" if rank is None else f"{TP_RANK.format(rank)} ended the step with an error"
 
 
-def _describe(tolerance: float, message: str, sum_W: list[float]) -> str:
-    """Say what differs; nothing of gradients that overflowed, whose step is skipped."""
-    least, most = min(sum_W), max(sum_W)
-    if most - least > tolerance * most:
-        return message.format(*sorted((sum_W.index(least), sum_W.index(most))))
+def _describe(values: list[float]) -> str:
+    """Say what differs first; nothing of gradients that overflowed, whose step is skipped."""
+    size = len(values) // len(_KINDS)
+    for number, (tolerance, message) in enumerate(_KINDS):
+        sum_W = values[number * size :][:size]
+        least, most = min(sum_W), max(sum_W)
+        if most - least > tolerance * most:
+            return message.format(*sorted((sum_W.index(least), sum_W.index(most))))
     return ""

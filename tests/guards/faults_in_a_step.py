@@ -451,10 +451,10 @@ def masks_of_equal_sums(training):
 
 @caught_by(
     "Replicas",
-    "a coefficient of each rank",
+    "a coefficient of each rank, {}",
     "the weights of .* 0 and 1, which.*pass the same .*coefficients",
     "TP 2",
-    1,
+    each=(1, -2),
 )
 @caught_by(
     "Replicas",
@@ -464,7 +464,7 @@ def masks_of_equal_sums(training):
     0,
 )
 def second_term_of_each_rank(training, second):
-    """Of losses that no model returned."""
+    """Of losses that no model returned; on rank 0 its coefficient is 2."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     replica(training, [1, 1, 0, 0, 1, 0], [0, 1], second=(2, second)[rank])
 
