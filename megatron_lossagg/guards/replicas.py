@@ -22,7 +22,7 @@ from megatron_lossagg.weigh.listen import weights_of
 
 _ALIKE = "of tensor-parallel ranks {} and {}, which hold the same tokens, differ"
 _KINDS = (
-    (1e-9, f"the loss masks {_ALIKE}: pass the same mask; draw what is random from a shared state"),
+    (0.0, f"the loss masks {_ALIKE}: pass the same mask; draw what is random from a shared state"),
     (1e-4, f"the weights {_ALIKE}: pass the same sequences, token weights and coefficients"),
     (1e-4, f"the gradients {_ALIKE} at the model's losses: multiply losses by the same factors"),
 )
@@ -32,8 +32,8 @@ _KINDS = (
 class Replicas(Guard):
     """Compare what tensor-parallel ranks train, in the steps in which ``Outcome`` looks.
 
-    Three sums over the step's tokens t, in float64, of terms that a gradient reached: sqrt(t) of
-    those that a mask keeps, sqrt(t) times w_t times the gradient at the partial loss, and sqrt(t)
+    Three sums over the step's tokens t, of terms that a gradient reached: t^2 of those that a mask
+    keeps, in integers; and in float64 t times w_t times the gradient at the partial loss, and t
     times the gradient at a loss per token that the model returned. What is below 0 counts twice as
     much above it.
     """
@@ -77,16 +77,21 @@ class Replicas(Guard):
         raise too. One all-gather over the tensor-parallel group, every rank of which calls; no
         host sync.
         """
-        trained = [[one for one in terms if one[0].arrived] for terms in self._terms.values()]
-        kept = [_added([keep_T for _, keep_T, _ in terms]) for terms in trained if terms]
+        each = ([one for one in terms if _arrived(one[0])] for terms in self._terms.values())
+        trained = [terms for terms in each if terms]  # others are metrics
+        kept = [_added([keep_T for _, keep_T, _ in terms]) for terms in trained]
         reduced = [
-            _added([_gradient(term) * weights_T for term, _, weights_T in terms])
+            _added(
+                [
+                    _positive(torch.stack(_arrived(term)).sum()) * weights_T
+                    for term, _, weights_T in terms
+                ]
+            )
             for terms in trained
-            if terms
         ]
         heard = [line.heard[line.num_early :] for line in step.log.lines]
         returned = [weights_of(arrived, 1.0, torch.float64) for arrived in heard if arrived]
-        sums = [_by_position(kind) for kind in (kept, reduced, returned)]
+        sums = [_exact(kept), _by_position(reduced), _by_position(returned)]
         device = sums[0].device
         own = torch.full((), float(has_failed), dtype=torch.float64, device=device)
         own = torch.stack([own, *(moved(one, device) for one in sums)])
@@ -96,9 +101,13 @@ class Replicas(Guard):
         faults.record([*gathered_4W[1:].flatten()], _describe, guard=self.name)
 
 
-def _gradient(term: Term) -> Tensor:
-    """Return the gradient that arrived at a partial loss, above 0: 0-dim, in float64."""
-    return _positive(torch.stack([found[0].double() for _, found in term.arrived]).sum())
+def _arrived(term: Term) -> list[Tensor]:
+    """Return what arrived at a partial loss after loss_func had returned: 0-dim, in float64."""
+    return [
+        found[0].double()
+        for num_returned, found in term.arrived
+        if term.is_recomputed or num_returned > term.num_returned
+    ]
 
 
 def _positive(x: Tensor) -> Tensor:
@@ -111,12 +120,23 @@ def _added(of_terms: list[Tensor]) -> Tensor:
     return torch.stack([moved(one, of_terms[0].device).double() for one in of_terms]).sum(dim=0)
 
 
+def _exact(kept: list[Tensor]) -> Tensor:
+    """Sum t^2 times k_t over tensors whose tokens are numbered on from 1, modulo 2^52: 0-dim."""
+    kept_T, at_T = _numbered(kept)
+    return ((kept_T.long() * at_T**2).sum() % 2**52).double()
+
+
 def _by_position(found: list[Tensor]) -> Tensor:
-    """Sum sqrt(t) times x_t, above 0, over tensors whose tokens are numbered on from 1: 0-dim."""
-    if not found:
-        return torch.zeros((), dtype=torch.float64)
-    x_T = torch.cat([moved(one.reshape(-1), found[0].device) for one in found]).double()
-    return _positive(x_T) @ torch.arange(1, len(x_T) + 1, dtype=x_T.dtype, device=x_T.device).sqrt()
+    """Sum t times x_t, above 0, likewise: 0-dim, in float64."""
+    x_T, at_T = _numbered(found)
+    return _positive(x_T) @ at_T.double()
+
+
+def _numbered(found: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join tensors, in float64; return it, and the tokens' numbers in int64."""
+    none = torch.zeros(0, dtype=torch.float64)
+    x_T = torch.cat([moved(one, found[0].device) for one in found] or [none])
+    return x_T, torch.arange(1, len(x_T) + 1, device=x_T.device)
 
 
 def _describe_failed(failed_W: list[float]) -> str:
