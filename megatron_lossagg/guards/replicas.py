@@ -3,12 +3,13 @@
 Their counts are the first one's. Their masks are each rank's own, and a generator that drops tokens
 may be in another state on each.
 
-Shape suffix: W = ranks of the tensor-parallel group.
+Shape suffixes: W = ranks of the tensor-parallel group; T = tokens.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from megatron_lossagg.weigh.listen import weights_of
 _ALIKE = "of tensor-parallel ranks {} and {}, which hold the same tokens, differ"
 _KINDS = (
     (0.0, f"the loss masks {_ALIKE}: pass the same mask; draw what is random from a shared state"),
-    (1e-4, f"the weights {_ALIKE}: pass the same sequences and token weights"),
+    (1e-4, f"the weights {_ALIKE}: pass the same sequences, token weights and coefficients"),
     (1e-4, f"the gradients {_ALIKE} at the model's losses: multiply losses by the same factors"),
 )
 """Of each sum: how much it may differ, relative, and what it means if it does."""
@@ -31,8 +32,10 @@ _KINDS = (
 class Replicas(Guard):
     """Compare what tensor-parallel ranks train, in the steps in which ``Outcome`` looks.
 
-    Three sums over the step's tokens t, in float64: t of those that a mask keeps, t times abs(w_t),
-    and t times the absolute gradient at a loss per token that the model returned.
+    Three sums over the step's tokens t, of terms that a gradient reached: t^2 of those that a mask
+    keeps, in integers; and in float64 t times w_t times the gradient at the partial loss, and t
+    times the gradient at a loss per token that the model returned. What is below 0 counts twice as
+    much above it.
     """
 
     catches = (
@@ -46,8 +49,8 @@ class Replicas(Guard):
     )
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
-        self._weights: list[Tensor] = []
+        self._terms: defaultdict[Line, list[tuple[Term, Tensor, Tensor]]] = defaultdict(list)
+        """Of each microbatch those that may be trained, with what their masks keep and weights."""
 
     @classmethod
     def of(cls, step: StepFacts) -> Replicas | None:
@@ -58,13 +61,14 @@ class Replicas(Guard):
     def on_term(
         self, step: StepFacts, line: Line, term: Term, losses: Tensor, microbatch: Microbatch
     ) -> None:
-        """Note which tokens a term trains, and their weights."""
+        """Note which tokens a term may train, and their weights; 1 for a custom reducer."""
         if not term.can_be_trained:
             return
-        self._kept.append(microbatch.keep)
+        weights_T = keep_T = microbatch.keep_on(losses.device)
         if microbatch.custom is None:
             dtype = torch.promote_types(losses.dtype, torch.float32)
-            self._weights.append(microbatch.weights(dtype, losses.device))
+            weights_T = microbatch.weights(dtype, losses.device)
+        self._terms[line].append((term, keep_T, weights_T))
 
     def together(self, step: StepFacts, *, has_failed: bool) -> None:
         """Leave in the plan's faults what the ranks trained otherwise.
@@ -73,30 +77,80 @@ class Replicas(Guard):
         raise too. One all-gather over the tensor-parallel group, every rank of which calls; no
         host sync.
         """
+        each = ([one for one in terms if _arrived(one[0])] for terms in self._terms.values())
+        trained = [terms for terms in each if terms]  # others are metrics
+        kept = [_added([keep_T for _, keep_T, _ in terms]) for terms in trained]
+        reduced = [
+            _added(
+                [
+                    _positive(torch.stack(_arrived(term)).sum()) * weights_T
+                    for term, _, weights_T in terms
+                ]
+            )
+            for terms in trained
+        ]
         heard = [line.heard[line.num_early :] for line in step.log.lines]
-        gradients = [weights_of(arrived, 1.0, torch.float64) for arrived in heard if arrived]
-        sums = [_by_position(kind) for kind in (self._kept, self._weights, gradients)]
-        device = sums[1].device  # of the losses, if a mode weighed some
+        returned = [weights_of(arrived, 1.0, torch.float64) for arrived in heard if arrived]
+        sums = [_exact(kept), _by_position(reduced), _by_position(returned)]
+        device = sums[0].device
         own = torch.full((), float(has_failed), dtype=torch.float64, device=device)
         own = torch.stack([own, *(moved(one, device) for one in sums)])
-        gathered_W4 = Exchange(step.groups.tp_group).tensors(own)
-        step.plan.state.faults.record([*gathered_W4.reshape(-1)], _describe, guard=self.name)
+        gathered_4W = Exchange(step.groups.tp_group).tensors(own).T
+        faults = step.plan.state.faults
+        faults.record([*gathered_4W[0]], _describe_failed)
+        faults.record([*gathered_4W[1:].flatten()], _describe, guard=self.name)
+
+
+def _arrived(term: Term) -> list[Tensor]:
+    """Return what arrived at a partial loss after loss_func had returned: 0-dim, in float64."""
+    return [
+        found[0].double()
+        for num_returned, found in term.arrived
+        if term.is_recomputed or num_returned > term.num_returned
+    ]
+
+
+def _positive(x: Tensor) -> Tensor:
+    """Return abs(x), or twice as much where x < 0: no sum cancels, and a sign shows in it."""
+    return torch.where(x < 0, -2 * x, x)
+
+
+def _added(of_terms: list[Tensor]) -> Tensor:
+    """Add up the terms of a microbatch, which come in any order: ``[T]``, in float64."""
+    return torch.stack([moved(one, of_terms[0].device).double() for one in of_terms]).sum(dim=0)
+
+
+def _exact(kept: list[Tensor]) -> Tensor:
+    """Sum t^2 times k_t over tensors whose tokens are numbered on from 1, modulo 2^52: 0-dim."""
+    kept_T, at_T = _numbered(kept)
+    return ((kept_T.long() * at_T**2).sum() % 2**52).double()
 
 
 def _by_position(found: list[Tensor]) -> Tensor:
-    """Sum t times abs(x_t) over all tensors, whose tokens are numbered on from 1: 0-dim."""
-    if not found:
-        return torch.zeros((), dtype=torch.float64)
-    x_T = torch.cat([moved(one.reshape(-1), found[0].device) for one in found]).double().abs()
-    return x_T @ torch.arange(1, len(x_T) + 1, dtype=x_T.dtype, device=x_T.device)
+    """Sum t times x_t, above 0, likewise: 0-dim, in float64."""
+    x_T, at_T = _numbered(found)
+    return _positive(x_T) @ at_T.double()
+
+
+def _numbered(found: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join tensors, in float64; return it, and the tokens' numbers in int64."""
+    none = torch.zeros(0, dtype=torch.float64)
+    x_T = torch.cat([moved(one, found[0].device) for one in found] or [none])
+    return x_T, torch.arange(1, len(x_T) + 1, device=x_T.device)
+
+
+def _describe_failed(failed_W: list[float]) -> str:
+    """Name a rank that failed; read where this rank has not, which raises its own error."""
+    rank = next((rank for rank, failed in enumerate(failed_W) if failed), None)
+    return "" if rank is None else f"{TP_RANK.format(rank)} ended the step with an error"
 
 
 def _describe(values: list[float]) -> str:
-    """Say what differs; read where this rank has not failed, which raises its own error."""
-    failed_W, *sums = np.reshape(values, (-1, 4)).T
-    if failed_W.any():
-        return f"{TP_RANK.format(int(failed_W.argmax()))} ended the step with an error"
-    for (tolerance, message), sum_W in zip(_KINDS, sums, strict=True):
-        if sum_W.max() - sum_W.min() > tolerance * sum_W.max():
-            return message.format(*sorted((int(sum_W.argmin()), int(sum_W.argmax()))))
+    """Say what differs first; nothing of gradients that overflowed, whose step is skipped."""
+    size = len(values) // len(_KINDS)
+    for number, (tolerance, message) in enumerate(_KINDS):
+        sum_W = values[number * size :][:size]
+        least, most = min(sum_W), max(sum_W)
+        if most - least > tolerance * most:
+            return message.format(*sorted((sum_W.index(least), sum_W.index(most))))
     return ""

@@ -420,13 +420,18 @@ def ids_of_each_rank(training, is_shadow, kind, mode):
     training.step(right if is_shadow else with_term(mode), **given)
 
 
-def replica(training, mask, sequences, *, trains=True):
-    """Train a step by hand, as one of two tensor-parallel ranks."""
+def replica(training, mask, sequences, *, trains=True, second=0):
+    """Train a step by hand, as one of two tensor-parallel ranks.
+
+    ``second``: the coefficient of a second term.
+    """
     with training.aggregator.step([2, 1], num_microbatches=1) as step:
         offsets = [0, 4 if sequences == [0, 1] else 2, 6]
         mb = step.microbatch(sequences, torch.tensor(mask), cu_seqlens=offsets)
         x = torch.ones(6, requires_grad=True)
         loss = mb.reduce(x)
+        other = mb.reduce(x, "token_mean")
+        loss = loss + second * other if second else loss
         mb.outputs(loss if trains else loss.detach() + x.mean())[0].backward()
 
 
@@ -435,6 +440,33 @@ def masks_of_each_rank(training):
     """With the same counts, as of tokens that each rank drops at random."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     replica(training, ([1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 1, 0])[rank], [0, 1])
+
+
+@caught_by("Replicas", "mirrored masks", "the loss masks of .* ranks 0 and 1, which", "TP 2")
+def masks_of_equal_sums(training):
+    """Their positions have one sum."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    replica(training, ([1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 1, 0])[rank], [0, 1])
+
+
+@caught_by(
+    "Replicas",
+    "a coefficient of each rank, {}",
+    "the weights of .* 0 and 1, which.*pass the same .*coefficients",
+    "TP 2",
+    each=(1, -2),
+)
+@caught_by(
+    "Replicas",
+    "a term that one rank leaves out",
+    "the loss masks of .* ranks 0 and 1, which",
+    "TP 2",
+    0,
+)
+def second_term_of_each_rank(training, second):
+    """Of losses that no model returned; on rank 0 its coefficient is 2."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    replica(training, [1, 1, 0, 0, 1, 0], [0, 1], second=(2, second)[rank])
 
 
 @caught_by("Replicas", "sequences of each rank", "the weights of .* ranks 0 and 1, which", "TP 2")
@@ -457,6 +489,25 @@ def replica_failed_alone(training):
     own = pytest.raises(ContractError, match="no gradient reached the step's own partial loss")
     with contextlib.nullcontext() if is_first else own:
         replica(training, [1, 1, 0, 0, 1, 0], [0, 1], trains=is_first)
+
+
+@caught_by(
+    "Replicas",
+    "a rank that failed by itself, where guards warn",
+    "tensor-parallel rank 1 ended the step with an error",
+    "TP 2",
+    ranks=(0,),
+)
+def replica_failed_where_guards_warn(training):
+    """It cannot train on without the other."""
+    training.aggregator = an_aggregator(training, guards="warn")
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    own = pytest.raises(ContractError, match="loss_func ran for 0 microbatches, 1 were planned")
+    if is_first:
+        replica(training, [1, 1, 0, 0, 1, 0], [0, 1])
+        return
+    with own, training.aggregator.step([2, 1], num_microbatches=1):
+        pass
 
 
 @caught_by("GradientBuffers", "more calls than declared", NONZERO)

@@ -102,6 +102,30 @@ def check_a_loss_func_that_runs_again_on_one_rank(make):
     trained_as_by_hand(make(), retrying)
 
 
+def check_a_metric_of_one_rank_that_is_not_detached(make):
+    def measured(mb, x):
+        if dist.get_rank() == 1:
+            leaf = x.detach().requires_grad_()
+            torch.autograd.grad(mb.reduce(leaf, "token_mean"), leaf)
+            mb.reduce(x**2, "token_mean")
+        return mb.reduce(x)
+
+    trained_as_by_hand(make(), returning(measured))
+
+
+def check_terms_in_an_order_of_each_rank(make):
+    """As those of a set have; their gradients add up."""
+
+    def in_turn(mb, x):
+        terms = {"sample_mean": 1, "token_mean": 0.1}
+        order = sorted(terms, reverse=dist.get_rank() == 1)
+        return sum(terms[mode] * mb.reduce(x, mode) for mode in order)
+
+    training = make()
+    expected = training.plain(lambda x, w, t: ((w + 0.1 * t) * x).sum())
+    same(training.step(returning(in_turn)), expected)
+
+
 def check_metrics_at_any_time_of_a_step(make):
     training = make()
     other = plan_of(training)
@@ -317,6 +341,12 @@ OF_PIPELINES = (
     check_a_loss_scale_that_changes_inside_a_step,
     check_metrics_at_any_time_of_a_step,
 )
+OF_TENSOR_PARALLELISM = (
+    check_an_overlap_on_one_rank_reduces_nothing,
+    check_a_loss_func_that_runs_again_on_one_rank,
+    check_a_metric_of_one_rank_that_is_not_detached,
+    check_terms_in_an_order_of_each_rank,
+)
 
 
 def made(layout, per_token, *, ddp=None, of_last=None, **sizes):
@@ -341,4 +371,4 @@ def main(namespace, of_pipelines=(), of_tensor_parallelism=()):
 
 
 if __name__ == "__main__":
-    main(globals(), OF_PIPELINES, [check_an_overlap_on_one_rank_reduces_nothing])
+    main(globals(), OF_PIPELINES, OF_TENSOR_PARALLELISM)

@@ -322,11 +322,12 @@ def check_factors_of_each_tensor_parallel_rank_are_refused():
     for per_token in (False, True):
         run = made(per_token=per_token)
         told = "the gradients of tensor-parallel ranks 0 and 1, .* at the model's losses"
-        with pytest.raises(ReducerError, match=told):
-            train(run, functools.partial(times, 1 + rank))
+        for factor in (1 + rank, 1 - 2 * rank):
+            with pytest.raises(ReducerError, match=told):
+                train(run, functools.partial(times, factor))
         for _ in range(2):
             train(run, functools.partial(times, 1 + 5e-5 * rank))  # as by rounding
-    assert [Replicas in found for found in guards[::M]] == [False] + [True, True, False] * 2
+    assert [Replicas in found for found in guards[::M]] == [False] + [True, True, False, True] * 2
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ STAYS = {
     "an evaluation that trains": LossAggregationError,  # nothing is trained otherwise
 }
 """Faults that end the step all the same; and those of Split, which checks what was passed."""
-OTHERS = ("a rank that failed by itself", "a custom reducer through numpy", "dropped at M 1")
+OTHERS = (
+    "a rank that failed by itself",
+    "a rank that failed by itself, where guards warn",
+    "a custom reducer through numpy",
+    "dropped at M 1",
+)
 """Programs with an aggregator of their own, or with a second fault."""
 
 

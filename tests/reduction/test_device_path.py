@@ -15,6 +15,7 @@ from test_mask_checks import MASK_DTYPES
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.guards.replicas import Replicas
 from megatron_lossagg.record.step_record import read_record
 from megatron_lossagg.record.writer import RecordFile, StepRecorder
 from megatron_lossagg.reduction.aggregation import Options
@@ -179,3 +180,18 @@ def test_outputs_of_tensors_without_values_read_nothing():
     _, returned = a_step_of_two_microbatches(lambda values: values.to(META), losses, "average")
     for loss, num_tokens, report in returned:
         assert {loss.device, num_tokens.device, *(r.device for r in report.values())} == {META}
+
+
+@pytest.mark.parametrize("is_custom", [False, True])
+def test_what_tensor_parallel_ranks_compare_is_read_when_the_step_ends(monkeypatch, is_custom):
+    monkeypatch.setattr(Replicas, "of", lambda step: Replicas())
+    aggregation = custom(lambda context: torch.sum) if is_custom else SAMPLE_MEAN
+    with on("device") as to:
+        plan = plan_step(aggregation, Sequences(active_tokens=[3, 2]))
+        step = a_step(plan, 1)
+        x = to(torch.ones(8)).requires_grad_()
+        mask = to(torch.tensor([1, 1, 1, 0, 1, 1, 0, 0]))
+        mb = step.microbatch([0, 1], mask, cu_seqlens=[0, 4, 8])
+        mb.outputs(mb.reduce(x))[0].backward()
+        step._guards.together(has_failed=False)
+        assert not to.syncs
