@@ -108,6 +108,9 @@ ones. Shown by
 `tests/guards/test_guards.py -k fsdp`, which runs the rows of the table of faults that have to do
 with a wrapper, and `tests/loop/engine_worker.py`.
 
+**Not compared** between tensor-parallel ranks: factors of losses that are made of logits, before
+`mb.reduce`. [Weighing](../weigh.md) compares them.
+
 `mb.outputs` also looks at:
 
 {outputs}
