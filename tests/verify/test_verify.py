@@ -76,6 +76,7 @@ def test_one_layout_passes_in_text_json_and_markdown(one_layout):
     assert [v["loss_scaling"] for v in verdicts] == ["average", "per_token"]
     assert [v["formula"] for v in verdicts] == ["1/(B 40)"] * 2
     assert all(0 < v["gradient_error"] < 1e-6 for v in verdicts)
+    assert all(v["weights_error"] < 1e-6 for v in verdicts)
     (core,) = [fact for fact in written["environment"] if fact["name"] == "megatron-core"]
     assert (Path(core["path"]) / "megatron/core/__init__.py").is_file()
     assert f"megatron-core      {core['version']}" in out
@@ -94,14 +95,43 @@ def test_one_layout_passes_in_text_json_and_markdown(one_layout):
 
 
 @pytest.mark.launches
-def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "passed", "said", "name"),
+    [
+        (
+            "num_tokens_on_every_cp_rank",
+            1,
+            "gradient: measured factor 0.5 = 1/CP, expected 1: ",
+            "num_tokens_on_every_cp_rank",
+        ),
+        (
+            "report_without_m",
+            0,
+            "reported loss: measured factor 0.333333333333 = 1/M, expected 1: ",
+            "report_without_m",
+        ),
+        (
+            "forward_only",
+            0,
+            "reported loss: measured factor ",
+            "only a forward-only step reports it, the training step is right",
+        ),
+        (
+            "mask_by_multiplication",
+            0,
+            "not finite with inf at masked positions, right without (",
+            "a masked token's inf or NaN reaches the loss",
+        ),
+    ],
+)
+def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path, fault, passed, said, name):
     shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
-    apply(ROOT / "tests/wrong_factors/num_tokens_on_every_cp_rank.txt", tmp_path)
+    apply(ROOT / f"tests/wrong_factors/{fault}.txt", tmp_path)
     out = launched("verify/verify_copy_worker.py", tmp_path, "--cp", 2, *ONE, processes=2)
     assert out.count("ended with 1\n") == 2
-    result = out.index("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
-    cause = out.index("gradient: measured factor 0.5 = 1/CP, expected 1: ")
-    assert "num_tokens_on_every_cp_rank" in out[cause:]
+    result = out.index(f"FAIL: {passed} of 2 cases pass on 1 layout of 2 ranks")
+    cause = out.index(said)
+    assert name in out[cause:]
     assert result < out.index("  constant") < cause < out.index("megatron-core   ")
 
 
