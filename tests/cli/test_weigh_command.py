@@ -1,8 +1,10 @@
 """What lossagg weigh refuses before it runs a script, and the picture of a weighed step."""
 
+import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,6 +170,76 @@ def test_what_is_expected_is_met_by_a_step_that_tells_it_from_other_modes(
     unmet = _unmet(step, Namespace(expect=_compared(expected), trust=trust))
     assert says in unmet
     assert bool(unmet) == bool(says)
+
+
+TOKEN_MEAN, SAMPLE_MEAN = step_of(1 / 6, 1 / 6), step_of(1 / 4, 1 / 8)
+
+
+@pytest.fixture
+def weigh(tmp_path, monkeypatch):
+    """Return what runs the command on a script of some steps and an exit status."""
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+
+    def run(*flags, steps, status=0, num_steps=0, meanwhile=lambda: None):
+        def install(at, num, *, report, **options):
+            meanwhile()
+            for number, step in enumerate(steps, at):
+                report(step, number, "loss")
+            return SimpleNamespace(weighed=steps, num_steps=num_steps)
+
+        monkeypatch.setattr("megatron_lossagg.integrations.weigh_script.install", install)
+        monkeypatch.setattr(run_command, "run", lambda args, before: before() or status)
+        return main(["weigh", *map(str, flags), str(script)])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("expected", "steps", "status", "wanted"),
+    [
+        ((), [SAMPLE_MEAN], 0, 0),
+        (("--expect", "token_mean"), [SAMPLE_MEAN, TOKEN_MEAN], 0, 0),
+        (("--expect", "token_mean"), [TOKEN_MEAN, SAMPLE_MEAN], 0, 1),
+        (("--expect", "token_mean"), [TOKEN_MEAN], 3, 3),
+        (("--expect", "token_mean"), [SAMPLE_MEAN], 3, 3),
+    ],
+)
+def test_the_last_weighed_step_and_the_script_decide_the_exit_status(
+    weigh, capsys, expected, steps, status, wanted
+):
+    assert weigh("--at", 3, "--steps", 2, *expected, steps=steps, status=status) == wanted
+    out, err = capsys.readouterr()
+    assert ("expected token_mean, and the verdict is: trains sample_mean" in err) == (wanted == 1)
+    reports = [line.split(":")[0] for line in out.splitlines() if line.startswith("weighed step")]
+    numbers = [f"weighed step {3 + place}" for place in range(len(steps))]
+    assert reports == [*numbers, *([] if status else numbers[-1:])]
+
+
+def test_the_file_has_the_sequences_of_every_weighed_step(weigh, tmp_path):
+    file = tmp_path / "weighed.json"
+    assert weigh("--steps", 2, "--json", file, steps=[TOKEN_MEAN, SAMPLE_MEAN]) == 0
+    written = json.loads(file.read_text())
+    assert [step["step"] for step in written["steps"]] == [1, 2]
+    assert [sequence["step"] for sequence in written["sequences"]] == [1, 1, 2, 2]
+    weights = [sequence["weight_min"] for sequence in written["sequences"]]
+    assert weights == pytest.approx([1 / 6, 1 / 6, 1 / 4, 1 / 8])
+
+
+def test_a_report_that_could_not_be_written_is_status_1_at_the_end(weigh, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    options = {"steps": [TOKEN_MEAN], "meanwhile": folder.rmdir}
+    assert weigh("--json", folder / "weighed.json", **options) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "said"),
+    [(0, "without a training step of megatron.training"), (2, "after 2 steps, before step 5")],
+)
+def test_a_script_of_which_nothing_was_weighed_is_no_success(weigh, capsys, num_steps, said):
+    assert weigh("--at", 5, steps=[], num_steps=num_steps) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_framework_needs_no_script_and_takes_none(capsys):

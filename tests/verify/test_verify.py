@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,15 @@ from wrong_factors.run import apply
 
 from megatron_lossagg.cli import verify as command_module
 from megatron_lossagg.cli.explanation import Split, explain, read_lengths
-from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.cpu.launch import launch
+from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import crowding, environment
 from megatron_lossagg.verify.job import Job, failure_of, read_job, write_job
-from megatron_lossagg.verify.parallelism import standard
+from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.verify.text import number_of
 
@@ -270,6 +272,39 @@ def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
     assert job.num_verdicts == 7 * len(CASES) * 2
     write_job(job, tmp_path / "job")
     assert read_job(tmp_path / "job") == job
+
+
+WITHOUT_SECOND = [case for case in CASES if case.second is None]
+HOOKED = [replace(layout, hooked=True) for layout in standard()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "layouts", "cases"),
+    [
+        ([], None, standard(), CASES),
+        (["--hooked"], None, HOOKED, WITHOUT_SECOND),
+        (["--moe"], None, standard(moe=True), CASES),
+        (["--ep", "1"], None, [Parallelism()], CASES),
+        (["--pp", "2", "--vpp", "2"], None, [Parallelism(pp=2, vpp=2, microbatches=4)], CASES),
+        (["--dp", "2", "--hooked"], None, [Parallelism(dp=2, hooked=True)], WITHOUT_SECOND),
+        (["--tp", "2", "--cp", "2"], 8, [Parallelism(dp=2, tp=2, cp=2)], CASES),
+        (["--pp", "2"], 6, [Parallelism(dp=3, pp=2)], CASES),
+        ([], 4, [Parallelism(dp=4)], CASES),
+    ],
+    ids=str,
+)
+def test_the_options_and_the_launcher_choose_the_layouts_and_cases(flags, ranks, layouts, cases):
+    launcher = None if ranks is None else command_module._Launcher(0, ranks)
+    job = command_module._job(_parser(["verify"]).parse_args(["verify", *flags]), launcher)
+    assert [*job.layouts] == layouts
+    assert [*job.cases] == [*cases]
+    assert [*job.loss_scalings] == ["average", "per_token"]
+
+
+def test_ranks_that_a_split_does_not_divide_are_refused():
+    args = _parser(["verify"]).parse_args(["verify", "--pp", "2"])
+    with pytest.raises(ProofError, match=r"got 3 ranks from the launcher, .* tp \* pp \* cp = 2"):
+        command_module._job(args, command_module._Launcher(0, 3))
 
 
 @pytest.mark.launches
