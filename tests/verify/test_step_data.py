@@ -27,6 +27,12 @@ def of_live_prompts():
     return [sample for sample in of("sample") if sample[0].prompt in live]
 
 
+def distances():
+    """List how far apart the sequences of samples of two are."""
+    places = [[ONE.index(one) for one in sample] for sample in of("sample")]
+    return [pair[1] - pair[0] for pair in places if len(pair) == 2]
+
+
 CASES = {
     "a sequence of one token": any(len(one) == 1 for one in ONE),
     "a token that is not counted next to one that is": any(
@@ -38,7 +44,8 @@ CASES = {
     ),
     "a fully masked sample of a live prompt": any(not active(one) for one in of_live_prompts()),
     "a prompt without an active token": any(not active(prompt) for prompt in of("prompt")),
-    "a sample of two sequences": any(len(sample) == 2 for sample in of("sample")),
+    "a sample of two sequences, next to each other": 1 in distances(),
+    "a sample of two sequences, far apart": max(distances()) > 3,
     "a prompt of both signs": any(len({s.group for s in prompt}) == 2 for prompt in of("prompt")),
     "an active sequence of which every token weighs 0": any(
         any(one.trained) and not any(one.weight) for one in ONE

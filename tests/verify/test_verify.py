@@ -134,6 +134,7 @@ def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path, fault, passe
     result = out.index(f"FAIL: {passed} of 2 cases pass on 1 layout of 2 ranks")
     cause = out.index(said)
     assert name in out[cause:]
+    assert ("; or: " in out) == (fault == "num_tokens_on_every_cp_rank")  # here it is a mean too
     assert result < out.index("  constant") < cause < out.index("megatron-core   ")
 
 

@@ -20,6 +20,7 @@ from megatron_lossagg.verify.cases import Case, expected  # noqa: E402
 from megatron_lossagg.verify.job import Job  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
 from megatron_lossagg.verify.reference_gradient import compute  # noqa: E402
+from megatron_lossagg.verify.small_gpt import config_of, wrapped_chunks  # noqa: E402
 from megatron_lossagg.verify.train_step import (  # noqa: E402
     WEIGHT_EXPECTED,
     WEIGHT_SUM,
@@ -71,6 +72,16 @@ def check_each_quantity_alone_fails_a_verdict_at_its_tolerance(right):
             assert not replace(verdict, **{name: wrong}).passed, (name, wrong)
     assert not replace(verdict, explanation="what a step raised").passed
     assert replace(verdict, weights_error=None, weight_sum_error=None).passed
+
+
+def check_what_was_measured_is_said_and_near_predictions_are_told_apart(right):
+    verdict, words = right.verdict(), judging._measured_in_words
+    arrived = words(right.run, replace(verdict, weights_error=1.0), 1.0, 1.0, False)
+    assert arrived == "the weights that arrived at the losses are not the reference's"
+    reported = words(right.run, replace(verdict, weight_sum_error=1.0), 1.0, 1.0, False)
+    assert reported == "the reported weight sum is not the reference's"
+    for tolerance, wanted in ((1e-12, 1e-10), (1e-2, 0.1), (0.5, 0.5)):
+        assert abs(replace(verdict, tolerance=tolerance).tolerance_of_causes / wanted - 1) < 1e-9
 
 
 def check_a_reported_value_of_either_step_and_any_rank_is_judged(right):
@@ -138,6 +149,26 @@ def check_what_one_rank_raises_is_the_fault_of_the_step_on_all(right):
 
     step = right.run.train(Case(aggregation=custom(raises_on_the_last)))
     assert "return a 0-dim" in step.fault, step.fault
+
+
+def check_the_options_of_a_layout_reach_megatron(right):
+    """Else the layout that a verdict names would not be the one that was verified."""
+    layout = replace(LAYOUT, recompute=True, moe=True)
+    config = config_of(layout, per_token=False)
+    assert (config.recompute_granularity, config.recompute_num_layers) == ("full", 1)
+    assert config.num_moe_experts > 1
+    assert min(config.moe_aux_loss_coeff, config.moe_z_loss_coeff) > 0
+    config = config_of(replace(LAYOUT, mtp=True, float32=True), per_token=True)
+    assert config.mtp_num_layers == 1
+    assert config.mtp_loss_scaling_factor > 0
+    assert config.recompute_granularity is None
+    names = ("overlap_grad_reduce", "distributed_optimizer", "average_in_collective")
+    for layout in (LAYOUT, replace(LAYOUT, **dict.fromkeys(names, True))):
+        for per_token in (False, True):
+            (chunk,) = wrapped_chunks(layout, config_of(layout, per_token=per_token))
+            ddp, is_on = chunk.ddp_config, layout != LAYOUT
+            assert (ddp.overlap_grad_reduce, ddp.use_distributed_optimizer) == (is_on, is_on)
+            assert ddp.average_in_collective == (is_on and not per_token)  # as Megatron asks
 
 
 def check_a_parameter_that_no_rank_has_ends_the_verification(right):
