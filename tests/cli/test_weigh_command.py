@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from megatron_lossagg.cli import run as run_command
+from megatron_lossagg.cli import weigh_framework
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet, drawn, figure_of
 from megatron_lossagg.cli.weigh_framework import _text
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.drivers.runs import FAIL, NOT_RUN, Outcome
 from megatron_lossagg.weigh.compare import RankWeights, compare, parts_of
 
 
@@ -160,6 +162,7 @@ FULL_PACKS = step_of(1 / 4, 1 / 4, m=2, tokens=2)
         (FULL_PACKS, "token_mean,sample_mean", False, ""),
         (FULL_PACKS, "token_mean,token_sum", False, "does not tell token_mean from"),
         (step_of(1 / 6, 1 / 6), "prompt_mean", False, "prompt_mean needs prompt"),
+        (step_of(1 / 6, 1 / 6), "prompt_mean,sample_mean", False, "the verdict is: trains token"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", False, "pass --trust"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", True, ""),
     ],
@@ -254,6 +257,42 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
     with pytest.raises(SystemExit):
         main(["weigh"])
     assert "required: script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "states", "status"),
+    [
+        ([4], [], 0),
+        ([4, 0], [], 0),
+        ([0], [], 1),
+        ([], [], 1),
+        ([4], [FAIL], 1),
+        ([4], [NOT_RUN], 2),
+        ([4], [NOT_RUN, FAIL], 2),
+    ],
+)
+def test_a_step_that_fails_or_is_not_heard_is_no_success(
+    tokens, states, status, monkeypatch, capsys
+):
+    """``tokens``: of its terms; one without any is a metric."""
+    terms = {
+        f"term_{n}": {"report": "verdict", "weighed": {"tokens": n}, "coefficient": None}
+        for n in tokens
+    }
+    step = {"trained": "stock", "is_ours": False, "wanted": "token_mean", "terms": terms}
+
+    def run_job(job, *, timeout, take, report):
+        take(step)
+        for state in states:
+            report(Outcome(check="stock", function="", state=state, explanation="because"))
+
+    monkeypatch.setattr(weigh_framework, "run_job", run_job)
+    monkeypatch.setattr(weigh_framework, "check_installed", lambda name: None)
+    assert main(["weigh", "--framework", "primus"]) == status
+    out, err = capsys.readouterr()
+    assert [f"term term_{n}\n" in out for n in tokens] == [n > 0 for n in tokens]
+    assert ("trained nothing" in err) == (not any(tokens))
+    assert err.count("because") == len(states)
 
 
 def test_a_term_of_a_framework_is_reported_with_its_coefficient():
