@@ -23,6 +23,7 @@ from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
 from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.drivers.table import FRAMEWORKS
 from megatron_lossagg.verify.environment import crowding, environment
 from megatron_lossagg.verify.job import Job, failure_of, read_job, write_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
@@ -300,6 +301,40 @@ def test_the_options_and_the_launcher_choose_the_layouts_and_cases(flags, ranks,
     assert [*job.layouts] == layouts
     assert [*job.cases] == [*cases]
     assert [*job.loss_scalings] == ["average", "per_token"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--hooked"]], ids=str)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_cases_of_a_framework_run_under_the_hook_if_its_steps_do(monkeypatch, name, flags):
+    jobs = []
+
+    def job(args, launcher):
+        jobs.append(real(args, launcher))
+        raise ProofError("no framework is needed any more")
+
+    real = command_module._job
+    monkeypatch.setattr(command_module, "_job", job)
+    monkeypatch.setattr(command_module, "check_installed", lambda name: None)
+    assert main(["verify", "--framework", name, *flags]) == 2
+    hooked = {layout.hooked for layout in jobs[0].layouts}
+    assert hooked == {FRAMEWORKS[name].is_hooked or bool(flags)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "gpus"),
+    [([], 4, 0), (["--gpu"], 4, 2), (["--gpu"], 1, 1)],
+)
+def test_only_with_gpu_the_ranks_take_as_many_gpus_as_there_are(monkeypatch, flags, ranks, gpus):
+    taken = []
+
+    def launched(job, take, **options):
+        taken.append((options["processes"], options["gpus"]))
+        return subprocess.CompletedProcess([], 1, "", "[rank0]: ended")
+
+    monkeypatch.setattr(command_module, "num_gpus", lambda: 2)
+    monkeypatch.setattr(command_module, "launched", launched)
+    assert main(["verify", "--dp", str(ranks), *flags, *ONE]) == 2
+    assert taken == [(ranks, gpus)]
 
 
 def test_ranks_that_a_split_does_not_divide_are_refused():
