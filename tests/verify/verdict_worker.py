@@ -171,6 +171,14 @@ def check_the_options_of_a_layout_reach_megatron(right):
             assert ddp.average_in_collective == (is_on and not per_token)  # as Megatron asks
 
 
+def check_what_a_reducer_raises_of_tokens_ends_the_verification_with_its_own_words(right):
+    def raises(context):
+        return lambda losses: losses if context.mask.any() else losses.sum()
+
+    messages = messages_by_rank(right.run.train, Case(aggregation=custom(raises)), of=ProofError)
+    assert all("return a 0-dim" in str(each) for each in messages), messages
+
+
 def check_a_parameter_that_no_rank_has_ends_the_verification(right):
     absent = {**right.reference.parameters, "absent": (1,)}
     lacking = replace(right.reference, parameters=absent)
