@@ -223,6 +223,18 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--dp", "2", "--mtp"], "add --float32"),
         (["--pp", "2", "--megatron-fsdp", "optim", "--float32"], "no Megatron-FSDP with pp 2"),
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
+        (
+            ["--dp", "3", "--optimizer-instances", "2", "--distributed-optimizer"],
+            "2 optimizer instances do not divide dp * cp = 3",
+        ),
+        (["--dp", "2", "--outer-sharding"], "outer_sharding needs --megatron-fsdp"),
+        (["--dp", "2", "--megatron-fsdp", "optim"], "Megatron-FSDP has no float64 gradients"),
+        (["--dp", "2", "--mtp", "--float32", "--packing", "local"], "got local with mtp"),
+        (
+            ["--cp", "2", "--mtp", "--float32", "--cp-partition", "contiguous"],
+            "cp_partition: got contiguous with mtp, expected zigzag",
+        ),
+        (["--dp", "2", "--cp-partition", "contiguous"], "give cp above 1"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
         (["--loss-aggregation-shadow", "token_mean"], "a verification, which trains no run"),
@@ -254,6 +266,31 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, monkeypatch, 
     out, err = capsys.readouterr()
     assert message in err
     assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("microbatches", [(1, 2, 3), (3,), (1, 0), 0])
+def test_each_rank_has_a_number_of_microbatches(microbatches):
+    with pytest.raises(ProofError, match=r"or one for each of the 2 data-parallel ranks"):
+        Parallelism(dp=2, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-12),
+        ({"moe": True}, 1e-6),
+        ({"float32": True, "moe": True}, 1e-5),
+        ({"pp": 4, "bf16": True}, 0.2),
+    ],
+    ids=str,
+)
+def test_the_tolerance_of_a_layout_is_that_of_its_least_precise_part(options, tolerance):
+    assert Parallelism(**options).tolerance == tolerance
+
+
+def test_the_sequences_are_drawn_so_often_that_most_microbatches_get_one():
+    drawn = {m: Parallelism(dp=2, microbatches=m).reference[1] for m in (1, 7, 8, 14, 15, 99)}
+    assert drawn == {1: 1, 7: 1, 8: 2, 14: 2, 15: 3, 99: 4}
 
 
 def test_the_help_offers_no_option_that_is_refused(capsys):
