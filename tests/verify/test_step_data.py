@@ -3,7 +3,10 @@
 from collections import Counter
 
 import pytest
+from own_columns import per_turn
 
+from megatron_lossagg import Aggregation
+from megatron_lossagg.verify.cases import columns_of
 from megatron_lossagg.verify.step_data import assign_sequences, make_sequences
 
 ONE = make_sequences()
@@ -95,3 +98,9 @@ def test_with_three_microbatches_each_the_last_rank_has_no_active_token(dp):
     assert counts[-1] == 0
     assert all(counts[:-1])
     assert assignment.of_rank(dp - 1)
+
+
+def test_the_columns_of_a_weights_function_are_whole_numbers_that_differ():
+    (column,) = columns_of(ONE, Aggregation(weights=per_turn)).values()
+    assert {2.0, 3.0} < {*column} <= {1.0, 2.0, 3.0, 4.0}
+    assert columns_of(ONE, Aggregation("token_mean")) == {}

@@ -20,6 +20,7 @@ from megatron_lossagg.cli.explanation import Split, explain, read_lengths
 from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.cpu.launch import launch
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
 from megatron_lossagg.verify.cases import CASES
@@ -307,6 +308,8 @@ def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
     assert {layout.world_size for layout in layouts} == {4}
     for size in ("dp", "tp", "pp", "vpp", "cp"):
         assert any(getattr(layout, size) > 1 for layout in layouts), size
+    modes = {*MODES} - {"custom"}
+    assert modes == {case.aggregation.mode for case in CASES if case.aggregation.count_empty}
     job = Job(layouts=layouts, cases=CASES)
     assert job.num_verdicts == 7 * len(CASES) * 2
     write_job(job, tmp_path / "job")
