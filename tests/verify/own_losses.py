@@ -81,6 +81,11 @@ def of_padding(microbatch, output):
     return output.sum(), microbatch["loss_mask"].sum().int(), {}
 
 
+def of_nothing(microbatch, output):
+    """Train no token."""
+    return (output * 0).sum(), {}
+
+
 def padding_at_cp(microbatch, output):
     """A right loss, which trains padding if there are context-parallel ranks."""
     from megatron.core import parallel_state

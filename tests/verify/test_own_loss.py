@@ -140,6 +140,9 @@ def test_a_loss_that_trains_other_tokens_is_no_pass():
     check = checked("of_padding", sequences(), splits=[M3])
     assert not check.passed
     assert "trains on one process in one microbatch padding" in check.failure
+    nothing = checked("of_nothing", sequences(), splits=[M3])
+    assert (nothing.passed, [*nothing.cases]) == (False, [])
+    assert "trains on one process in one microbatch nothing" in nothing.failure
     (m3, cp2) = checked("padding_at_cp", splits=[M3, CP2], loss_scaling="per_token").cases
     assert (m3.passed, cp2.passed) == (True, False)
     assert cp2.measured == "not finite, or of tokens that one process does not train"
@@ -239,6 +242,7 @@ def test_a_loss_that_is_right_in_one_loss_scaling_is_said_to_be_for_it(average, 
     assert ("only" in text) == bool(said)
     early = LossCheck(loss_func="a:b", references={}, cases=cases, failure="A rank failed")
     assert "only" not in str(early)
+    assert not early.passed
     assert "only" not in str(LossCheck(loss_func="a:b", references={}, cases=cases[:2]))
 
 
