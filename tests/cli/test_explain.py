@@ -146,6 +146,8 @@ def test_num_tokens_add_up_to_n_which_is_k_in_the_per_token_loss_scaling():
     assert explanation.num_tokens == (12, 23, 40, 5)
     assert sum(explanation.num_tokens) == explanation.counts["N"] == 80
     assert explanation.k == explanation.chain[0].factor == 80
+    places = [(one["rank"], one["microbatch"]) for one in explanation.sequences]
+    assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
 
 
 def test_weights_by_hand(capsys):
