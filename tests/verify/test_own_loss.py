@@ -13,7 +13,7 @@ from own_losses import gspo, gspo_of_parts, pretrain_gpt, sequences, seventh, su
 from megatron_lossagg import check_loss
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.own_loss import SPLITS, LossCase, LossCheck
+from megatron_lossagg.verify.own_loss import SPLITS, LossCase, LossCheck, trained
 
 M3, DP2, CP2, BSHD, ALL, ALL_BSHD = SPLITS
 
@@ -291,6 +291,24 @@ def test_a_module_that_wants_cuda_when_it_is_imported_is_left_to_the_ranks(
     check = check_loss("needs_cuda:loss_func", batch, loss_scaling="average")
     assert check.failure == "A rank failed\n[rank0]: ended"
     assert [(job.path, job.batch) for job in jobs] == [("needs_cuda:loss_func", batch)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ({"token_mean": 1 / 7}, "0.142857 = 1/7 times token_mean"),
+        ({"token_mean": 7.0}, "7 times token_mean"),
+        ({"token_mean": 7.0004}, "7.0004 times token_mean"),
+        ({"token_mean": 1 / 1000.4}, "0.0009996 times token_mean"),
+        ({"token_mean": 0.7, "sample_mean": 1 / 3}, "0.333333 = 1/3 times sample_mean"),
+        ({"token_mean": 2.0, "sample_mean": 1.0}, "sample_mean"),
+        ({"token_mean": float("nan")}, "nan times token_mean"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_a_factor_is_written_as_a_quotient_only_if_it_is_one(factors, says):
+    assert trained(factors) == says
 
 
 def test_no_case_is_no_pass():
