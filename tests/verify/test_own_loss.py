@@ -101,6 +101,13 @@ def test_a_right_global_mean_passes_and_a_seventh_of_it_is_named():
 
 
 @pytest.mark.launches
+def test_a_loss_that_is_not_linear_in_the_drawn_outputs_is_called_no_mode():
+    check = checked("mean_of_squares", splits=[M3])
+    assert check.passed, str(check)
+    assert check.references == {"average": ""}
+
+
+@pytest.mark.launches
 def test_a_sum_that_knows_no_sizes_is_off_by_them():
     check = check_loss(sum_over_7, loss_scaling="average")
     assert check.references == {"average": "0.142857 = 1/7 times token_sum"}
@@ -143,6 +150,8 @@ def test_a_loss_that_trains_other_tokens_is_no_pass():
     nothing = checked("of_nothing", sequences(), splits=[M3])
     assert (nothing.passed, [*nothing.cases]) == (False, [])
     assert "trains on one process in one microbatch nothing" in nothing.failure
+    nan = checked("nan_at_a_token", splits=[M3])
+    assert "trains on one process in one microbatch padding, NaN or inf" in nan.failure
     (m3, cp2) = checked("padding_at_cp", splits=[M3, CP2], loss_scaling="per_token").cases
     assert (m3.passed, cp2.passed) == (True, False)
     assert cp2.measured == "not finite, or of tokens that one process does not train"
@@ -167,6 +176,31 @@ def test_the_command_prints_the_report_and_writes_it(tmp_path, monkeypatch, caps
     (average, per_token) = json.loads(report.read_text())["cases"]
     assert (average["passed"], per_token["passed"]) == (False, True)
     assert main(["verify", *flags, "--loss-scaling", "per_token"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], {}),
+        (["--cp", "2", "--packing", "bshd"], {"splits": [{"cp": 2, "packing": "bshd"}]}),
+        (["--loss-scaling", "average"], {"loss_scaling": "average"}),
+        (["--timeout", "7"], {"timeout": 7.0}),
+    ],
+    ids=str,
+)
+def test_the_command_checks_every_split_in_both_loss_scalings_by_default(
+    flags, wanted, monkeypatch
+):
+    given = []
+
+    def check(path, batch, **options):
+        given.append(options)
+        return LossCheck(loss_func=path, references={}, cases=[case("average", True)])
+
+    monkeypatch.setattr("megatron_lossagg.cli.verify_loss.check_loss", check)
+    assert main(["verify", "--loss-func", "a:b", *flags]) == 0
+    every = {"splits": SPLITS, "loss_scaling": ("average", "per_token"), "timeout": 300.0}
+    assert given == [{**every, **wanted}]
 
 
 @pytest.mark.parametrize(
