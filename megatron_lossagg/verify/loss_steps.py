@@ -272,7 +272,7 @@ def _case(split: Parallelism, loss_scaling: LossScaling, terms: dict[str, Weighe
         equals=equals,
         causes=causes,
         trains=_trains(as_it_is),
-        passed=by_token.fits_mode(_BY_TOKEN) and math.isfinite(by_token.weight_sum),
+        passed=by_token.fits_mode(_BY_TOKEN),
     )
 
 

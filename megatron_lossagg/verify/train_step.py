@@ -217,7 +217,12 @@ class Run:
                     faults.append(str(error))
                     mode = "token_mean" if case.is_custom else None  # which cannot raise again
                     loss = mb.reduce(y.nan_to_num() * 0, mode) + (y * torch.nan).sum()
-                return mb.outputs(loss * main, report={"loss": loss})
+                try:
+                    return mb.outputs(loss * main, report={"loss": loss})
+                except ContractError:  # of what stands in for a failed reducer's loss of tokens
+                    if not faults:
+                        raise
+                    raise ProofError(faults[0]) from None
 
             return output, loss_func
 

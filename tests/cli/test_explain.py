@@ -146,12 +146,16 @@ def test_num_tokens_add_up_to_n_which_is_k_in_the_per_token_loss_scaling():
     assert explanation.num_tokens == (12, 23, 40, 5)
     assert sum(explanation.num_tokens) == explanation.counts["N"] == 80
     assert explanation.k == explanation.chain[0].factor == 80
+    places = [(one["rank"], one["microbatch"]) for one in explanation.sequences]
+    assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
 
 
 def test_weights_by_hand(capsys):
     """Prompts (3, 5) and (9, 0): N 17, B 4, V 3, P 2."""
     assert main(["explain", "sample_mean", "--lengths", "3,5/9,0"]) == 0
-    assert re.search(r"^  B +samples of the step: 4$", capsys.readouterr().out, re.MULTILINE)
+    out = capsys.readouterr().out
+    assert re.search(r"^  B +samples of the step: 4$", out, re.MULTILINE)
+    assert re.search(r"^ +sum +0\.75 +100\.0%$", out, re.MULTILINE)
     explanation = explained("sample_mean", "3,5/9,0")
     assert [s["w_s"] for s in explanation.sequences] == [1 / 12, 1 / 20, 1 / 36, 0.0]
     assert [s["n_p"] for s in explanation.sequences] == [8, 8, 9, 9]
@@ -207,7 +211,13 @@ def test_a_mode_that_lacks_its_divisor_has_no_numbers(capsys):
 def test_the_factor_left_by_a_bare_partial_loss_is_printed(capsys):
     arguments = ["--dp", "8", "--cp", "2", "--microbatches", "4"]
     assert main(["explain", "token_mean", *arguments]) == 0
-    assert "trains 1/(M DP CP) = 1/64 of this loss" in " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert "trains 1/(M DP CP) = 1/64 of this loss" in " ".join(out.split())
+    assert re.findall(r"^  (loss_func|schedule|DDP) .* ([\d/]+) +([\d/]+)$", out, re.MULTILINE) == [
+        ("loss_func", "64", "64"),
+        ("schedule", "1/4", "16"),
+        ("DDP", "1/16", "1"),
+    ]
 
 
 def test_the_chain_is_printed_after_the_dashboard_if_a_parallelism_is_given(capsys):

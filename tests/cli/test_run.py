@@ -39,9 +39,19 @@ def test_without_a_flag_the_script_gets_its_arguments_and_gives_its_status(scrip
     assert f"argv ['--lr', '1e-3', '{status}']" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("text", "status"), [("'no disk'", 1), ("''", 1), ("None", 0)])
+def test_a_script_that_ends_with_words_or_with_none_ends_as_under_python(
+    script, capsys, text, status
+):
+    script.write_text(f"raise SystemExit({text})")
+    assert main(["run", str(script)]) == status
+    assert ("no disk" in capsys.readouterr().err) == ("disk" in text)
+
+
+@pytest.mark.parametrize("name", ["--loss-aggregation", "--loss-aggregation-shadow"])
 @pytest.mark.parametrize("place", ["before the script", "after it"])
-def test_a_flag_is_never_ignored_wherever_it_stands(script, capsys, place):
-    flag = ["--loss-aggregation", "token_mean"]
+def test_a_flag_is_never_ignored_wherever_it_stands(script, capsys, place, name):
+    flag = [name, "token_mean"]
     before, after = (flag, []) if place == "before the script" else ([], flag)
     assert main(["run", *before, str(script), *after, "0"]) == 1
     out, err = capsys.readouterr()

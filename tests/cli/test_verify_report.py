@@ -271,6 +271,18 @@ def test_each_explanation_is_listed_once_with_its_first_case_and_a_passing_case_
     assert "did not pass" not in read(report()).text
 
 
+def test_the_text_has_each_failed_case_with_its_reason_and_ends_with_the_result(capsys):
+    show(MIXED)
+    out = capsys.readouterr().out
+    for verdict in MIXED["verdicts"]:
+        lines = f"FAIL {verdict['layout']}; {CASES[0]}; average\n     {verdict['explanation']}\n"
+        assert (lines in out) != verdict["passed"]
+    assert out.count("\n     gradient: measured factor") == 4
+    first = out.splitlines()[0]
+    assert first.startswith("FAIL: 3 of 7 cases pass on 2 layouts of 4 ranks")
+    assert out.splitlines()[-1] == first
+
+
 def test_versions_and_the_command_are_listed_with_the_checkout_of_megatron():
     text = read(report()).text
     core = "0.16.1 /folder/of/megatron, commit 0123456789ab, modified"

@@ -1,17 +1,21 @@
 """What lossagg weigh refuses before it runs a script, and the picture of a weighed step."""
 
+import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_lossagg.cli import run as run_command
+from megatron_lossagg.cli import weigh_framework
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.weigh import _compared, _print_again, _printed, _unmet, drawn, figure_of
 from megatron_lossagg.cli.weigh_framework import _text
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.drivers.runs import FAIL, NOT_RUN, Outcome
 from megatron_lossagg.weigh.compare import RankWeights, compare, parts_of
 
 
@@ -158,6 +162,7 @@ FULL_PACKS = step_of(1 / 4, 1 / 4, m=2, tokens=2)
         (FULL_PACKS, "token_mean,sample_mean", False, ""),
         (FULL_PACKS, "token_mean,token_sum", False, "does not tell token_mean from"),
         (step_of(1 / 6, 1 / 6), "prompt_mean", False, "prompt_mean needs prompt"),
+        (step_of(1 / 6, 1 / 6), "prompt_mean,sample_mean", False, "the verdict is: trains token"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", False, "pass --trust"),
         (step_of(1 / 6, 1 / 6, is_measured=False), "token_mean", True, ""),
     ],
@@ -168,6 +173,76 @@ def test_what_is_expected_is_met_by_a_step_that_tells_it_from_other_modes(
     unmet = _unmet(step, Namespace(expect=_compared(expected), trust=trust))
     assert says in unmet
     assert bool(unmet) == bool(says)
+
+
+TOKEN_MEAN, SAMPLE_MEAN = step_of(1 / 6, 1 / 6), step_of(1 / 4, 1 / 8)
+
+
+@pytest.fixture
+def weigh(tmp_path, monkeypatch):
+    """Return what runs the command on a script of some steps and an exit status."""
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+
+    def run(*flags, steps, status=0, num_steps=0, meanwhile=lambda: None):
+        def install(at, num, *, report, **options):
+            meanwhile()
+            for number, step in enumerate(steps, at):
+                report(step, number, "loss")
+            return SimpleNamespace(weighed=steps, num_steps=num_steps)
+
+        monkeypatch.setattr("megatron_lossagg.integrations.weigh_script.install", install)
+        monkeypatch.setattr(run_command, "run", lambda args, before: before() or status)
+        return main(["weigh", *map(str, flags), str(script)])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("expected", "steps", "status", "wanted"),
+    [
+        ((), [SAMPLE_MEAN], 0, 0),
+        (("--expect", "token_mean"), [SAMPLE_MEAN, TOKEN_MEAN], 0, 0),
+        (("--expect", "token_mean"), [TOKEN_MEAN, SAMPLE_MEAN], 0, 1),
+        (("--expect", "token_mean"), [TOKEN_MEAN], 3, 3),
+        (("--expect", "token_mean"), [SAMPLE_MEAN], 3, 3),
+    ],
+)
+def test_the_last_weighed_step_and_the_script_decide_the_exit_status(
+    weigh, capsys, expected, steps, status, wanted
+):
+    assert weigh("--at", 3, "--steps", 2, *expected, steps=steps, status=status) == wanted
+    out, err = capsys.readouterr()
+    assert ("expected token_mean, and the verdict is: trains sample_mean" in err) == (wanted == 1)
+    reports = [line.split(":")[0] for line in out.splitlines() if line.startswith("weighed step")]
+    numbers = [f"weighed step {3 + place}" for place in range(len(steps))]
+    assert reports == [*numbers, *([] if status else numbers[-1:])]
+
+
+def test_the_file_has_the_sequences_of_every_weighed_step(weigh, tmp_path):
+    file = tmp_path / "weighed.json"
+    assert weigh("--steps", 2, "--json", file, steps=[TOKEN_MEAN, SAMPLE_MEAN]) == 0
+    written = json.loads(file.read_text())
+    assert [step["step"] for step in written["steps"]] == [1, 2]
+    assert [sequence["step"] for sequence in written["sequences"]] == [1, 1, 2, 2]
+    weights = [sequence["weight_min"] for sequence in written["sequences"]]
+    assert weights == pytest.approx([1 / 6, 1 / 6, 1 / 4, 1 / 8])
+
+
+def test_a_report_that_could_not_be_written_is_status_1_at_the_end(weigh, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    options = {"steps": [TOKEN_MEAN], "meanwhile": folder.rmdir}
+    assert weigh("--json", folder / "weighed.json", **options) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "said"),
+    [(0, "without a training step of megatron.training"), (2, "after 2 steps, before step 5")],
+)
+def test_a_script_of_which_nothing_was_weighed_is_no_success(weigh, capsys, num_steps, said):
+    assert weigh("--at", 5, steps=[], num_steps=num_steps) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_framework_needs_no_script_and_takes_none(capsys):
@@ -182,6 +257,42 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
     with pytest.raises(SystemExit):
         main(["weigh"])
     assert "required: script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "states", "status"),
+    [
+        ([4], [], 0),
+        ([4, 0], [], 0),
+        ([0], [], 1),
+        ([], [], 1),
+        ([4], [FAIL], 1),
+        ([4], [NOT_RUN], 2),
+        ([4], [NOT_RUN, FAIL], 2),
+    ],
+)
+def test_a_step_that_fails_or_is_not_heard_is_no_success(
+    tokens, states, status, monkeypatch, capsys
+):
+    """``tokens``: of its terms; one without any is a metric."""
+    terms = {
+        f"term_{n}": {"report": "verdict", "weighed": {"tokens": n}, "coefficient": None}
+        for n in tokens
+    }
+    step = {"trained": "stock", "is_ours": False, "wanted": "token_mean", "terms": terms}
+
+    def run_job(job, *, timeout, take, report):
+        take(step)
+        for state in states:
+            report(Outcome(check="stock", function="", state=state, explanation="because"))
+
+    monkeypatch.setattr(weigh_framework, "run_job", run_job)
+    monkeypatch.setattr(weigh_framework, "check_installed", lambda name: None)
+    assert main(["weigh", "--framework", "primus"]) == status
+    out, err = capsys.readouterr()
+    assert [f"term term_{n}\n" in out for n in tokens] == [n > 0 for n in tokens]
+    assert ("trained nothing" in err) == (not any(tokens))
+    assert err.count("because") == len(states)
 
 
 def test_a_term_of_a_framework_is_reported_with_its_coefficient():

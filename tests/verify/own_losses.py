@@ -81,6 +81,22 @@ def of_padding(microbatch, output):
     return output.sum(), microbatch["loss_mask"].sum().int(), {}
 
 
+def of_nothing(microbatch, output):
+    """Train no token."""
+    return (output * 0).sum(), {}
+
+
+def nan_at_a_token(microbatch, output):
+    """A right mean but for the gradient of one token."""
+    loss, num_tokens, report = global_mean(microbatch, output)
+    return loss + output.flatten()[0] * float("nan"), num_tokens, report
+
+
+def mean_of_squares(microbatch, output):
+    """A mean over tokens which is not linear in ``output``."""
+    return global_mean(microbatch, output**2)
+
+
 def padding_at_cp(microbatch, output):
     """A right loss, which trains padding if there are context-parallel ranks."""
     from megatron.core import parallel_state

@@ -1,5 +1,6 @@
 """The causes of verification and the faults of tests/wrong_factors train different steps."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
@@ -62,6 +63,13 @@ def test_in_bf16_half_of_a_reported_loss_is_noticed_in_every_case():
     for facts, _, wanted in all_cases():
         terms = facts.reference.size_of_loss_terms(wanted.slope_Y)
         assert relative(wanted.loss / 2, wanted.loss, terms) > deepest.tolerance
+
+
+def test_a_second_term_is_a_part_of_the_loss_and_the_gradient():
+    (case,) = [case for case in CASES if case.second is not None]
+    both, first = wanted_of(case), wanted_of(replace(case, second=None))
+    assert abs(both.loss - first.loss) > 0.01 * abs(first.loss)
+    assert (both.slope_Y - first.slope_Y).norm() > 0.01 * first.slope_Y.norm()
 
 
 def over_cases(predict, cases):

@@ -13,7 +13,7 @@ from own_losses import gspo, gspo_of_parts, pretrain_gpt, sequences, seventh, su
 from megatron_lossagg import check_loss
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.own_loss import SPLITS, LossCase, LossCheck
+from megatron_lossagg.verify.own_loss import SPLITS, LossCase, LossCheck, trained
 
 M3, DP2, CP2, BSHD, ALL, ALL_BSHD = SPLITS
 
@@ -101,6 +101,13 @@ def test_a_right_global_mean_passes_and_a_seventh_of_it_is_named():
 
 
 @pytest.mark.launches
+def test_a_loss_that_is_not_linear_in_the_drawn_outputs_is_called_no_mode():
+    check = checked("mean_of_squares", splits=[M3])
+    assert check.passed, str(check)
+    assert check.references == {"average": ""}
+
+
+@pytest.mark.launches
 def test_a_sum_that_knows_no_sizes_is_off_by_them():
     check = check_loss(sum_over_7, loss_scaling="average")
     assert check.references == {"average": "0.142857 = 1/7 times token_sum"}
@@ -140,6 +147,11 @@ def test_a_loss_that_trains_other_tokens_is_no_pass():
     check = checked("of_padding", sequences(), splits=[M3])
     assert not check.passed
     assert "trains on one process in one microbatch padding" in check.failure
+    nothing = checked("of_nothing", sequences(), splits=[M3])
+    assert (nothing.passed, [*nothing.cases]) == (False, [])
+    assert "trains on one process in one microbatch nothing" in nothing.failure
+    nan = checked("nan_at_a_token", splits=[M3])
+    assert "trains on one process in one microbatch padding, NaN or inf" in nan.failure
     (m3, cp2) = checked("padding_at_cp", splits=[M3, CP2], loss_scaling="per_token").cases
     assert (m3.passed, cp2.passed) == (True, False)
     assert cp2.measured == "not finite, or of tokens that one process does not train"
@@ -164,6 +176,31 @@ def test_the_command_prints_the_report_and_writes_it(tmp_path, monkeypatch, caps
     (average, per_token) = json.loads(report.read_text())["cases"]
     assert (average["passed"], per_token["passed"]) == (False, True)
     assert main(["verify", *flags, "--loss-scaling", "per_token"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], {}),
+        (["--cp", "2", "--packing", "bshd"], {"splits": [{"cp": 2, "packing": "bshd"}]}),
+        (["--loss-scaling", "average"], {"loss_scaling": "average"}),
+        (["--timeout", "7"], {"timeout": 7.0}),
+    ],
+    ids=str,
+)
+def test_the_command_checks_every_split_in_both_loss_scalings_by_default(
+    flags, wanted, monkeypatch
+):
+    given = []
+
+    def check(path, batch, **options):
+        given.append(options)
+        return LossCheck(loss_func=path, references={}, cases=[case("average", True)])
+
+    monkeypatch.setattr("megatron_lossagg.cli.verify_loss.check_loss", check)
+    assert main(["verify", "--loss-func", "a:b", *flags]) == 0
+    every = {"splits": SPLITS, "loss_scaling": ("average", "per_token"), "timeout": 300.0}
+    assert given == [{**every, **wanted}]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +276,7 @@ def test_a_loss_that_is_right_in_one_loss_scaling_is_said_to_be_for_it(average, 
     assert ("only" in text) == bool(said)
     early = LossCheck(loss_func="a:b", references={}, cases=cases, failure="A rank failed")
     assert "only" not in str(early)
+    assert not early.passed
     assert "only" not in str(LossCheck(loss_func="a:b", references={}, cases=cases[:2]))
 
 
@@ -287,6 +325,24 @@ def test_a_module_that_wants_cuda_when_it_is_imported_is_left_to_the_ranks(
     check = check_loss("needs_cuda:loss_func", batch, loss_scaling="average")
     assert check.failure == "A rank failed\n[rank0]: ended"
     assert [(job.path, job.batch) for job in jobs] == [("needs_cuda:loss_func", batch)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ({"token_mean": 1 / 7}, "0.142857 = 1/7 times token_mean"),
+        ({"token_mean": 7.0}, "7 times token_mean"),
+        ({"token_mean": 7.0004}, "7.0004 times token_mean"),
+        ({"token_mean": 1 / 1000.4}, "0.0009996 times token_mean"),
+        ({"token_mean": 0.7, "sample_mean": 1 / 3}, "0.333333 = 1/3 times sample_mean"),
+        ({"token_mean": 2.0, "sample_mean": 1.0}, "sample_mean"),
+        ({"token_mean": float("nan")}, "nan times token_mean"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_a_factor_is_written_as_a_quotient_only_if_it_is_one(factors, says):
+    assert trained(factors) == says
 
 
 def test_no_case_is_no_pass():

@@ -84,8 +84,9 @@ def test_a_sum_is_on_one_process_and_in_parts_what_loops_over_tokens_give(layout
         (lambda mask, losses: losses.sum() / mask.sum(), "and their partial loss is nan"),
         (lambda mask, losses: losses.sum() / mask.sum().clamp(min=1), "partial losses add up to "),
         (lambda mask, losses: losses.sum().square(), "its partial losses add up to "),
+        (lambda mask, losses: losses.sum() + 1e-6, "its partial losses add up to "),
     ],
-    ids=["mean", "mean over the mask", "clamped", "of a square"],
+    ids=["mean", "mean over the mask", "clamped", "of a square", "off by little"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_no_sum_is_named_with_both_numbers(layout, reduce, found):

@@ -1,5 +1,6 @@
 """The reference against numbers worked out by hand, so that it is not checked against itself."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,6 +90,50 @@ def test_a_sequences_weight_multiplies_its_losses_and_no_count():
     weighted = [{**one, "sequence_weight": w} for one, w in pairs]
     loss = reference_loss.step_loss("sample_mean", weighted, **options("sample_mean"))
     assert loss.item() == pytest.approx((2 * 5 / 3 + 8 / 2 + 3 * 10 / 4) / 4, rel=1e-15)
+
+
+def test_a_tokens_weight_multiplies_its_loss_and_its_count():
+    weights = [[2, 9, 0.5], [3], [1, 4], [9], [0, 1, 1, 1]]
+    weighted = [{**one, "weight": v} for one, v in zip(sequences(), weights, strict=True)]
+    loss = reference_loss.step_loss("token_mean", weighted, **options("token_mean"))
+    assert loss.item() == pytest.approx((4 + 9 + 8 + 8) / (2.5 + 3 + 5 + 3), rel=1e-15)
+    loss = reference_loss.step_loss("sample_mean", weighted, **options("sample_mean"))
+    assert loss.item() == pytest.approx(((4 + 9) / 5.5 + 8 / 5 + 8 / 3) / 4, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("count_left_out", "wanted"),
+    [(False, (5 / 2 + 8 / 2 + 10 / 4) / 3), (True, (8 / 3 + 8 / 2 + 0 + 10 / 4) / 4)],
+)
+def test_a_sequence_that_is_left_out_leaves_every_count_and_the_loss(count_left_out, wanted):
+    step = sequences()
+    for index in (1, 3):  # a row of a sample, and an empty sample
+        step[index]["left_out"] = True
+    loss = reference_loss.step_loss("sample_mean", step, count_left_out=count_left_out)
+    assert loss.item() == pytest.approx(wanted, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("count_empty", "by_hand"),
+    [
+        (True, {"R": 5, "B": 4, "P": 3, "R_b": [2, 2, 1, 1, 1], "k_p": [2, 2, 2, 1, 1],
+                "k_c": [1, 1, 3, 3, 3]}),
+        (False, {"R": 4, "B": 3, "P": 2, "R_b": [2, 2, 1, 0, 1], "k_p": [2, 2, 2, 0, 1],
+                 "k_c": [1, 1, 2, 2, 2]}),
+    ],
+)  # fmt: skip
+def test_a_weights_function_gets_the_counts_computed_by_hand(count_empty, by_hand):
+    tokens = {"N": 9, "n_s": [2, 1, 2, 0, 4], "n_b": [3, 3, 2, 0, 4], "n_p": [5, 5, 5, 0, 4]}
+    given = []
+    found = reference_loss.step_loss(
+        "own_weights",
+        sequences(),
+        count_empty=count_empty,
+        weights=lambda counts: given.append(counts) or float("inf") ** (counts.n_s == 0),
+    )
+    assert found.item() == 5 + 3 + 8 + 10  # the weight of an empty sequence is not looked at
+    for name, wanted in {**tokens, "n_c": [3, 3, 6, 6, 6], **by_hand}.items():
+        assert np.array_equal(getattr(given[0], name), wanted), name
 
 
 @pytest.mark.parametrize("mode", EXPECTED_SUMS)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ from wrong_factors.run import apply
 
 from megatron_lossagg.cli import verify as command_module
 from megatron_lossagg.cli.explanation import Split, explain, read_lengths
-from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.cpu.launch import launch
+from megatron_lossagg.errors import ProofError
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
 from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.drivers.table import FRAMEWORKS
 from megatron_lossagg.verify.environment import crowding, environment
 from megatron_lossagg.verify.job import Job, failure_of, read_job, write_job
-from megatron_lossagg.verify.parallelism import standard
+from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.verify.text import number_of
 
@@ -76,6 +80,7 @@ def test_one_layout_passes_in_text_json_and_markdown(one_layout):
     assert [v["loss_scaling"] for v in verdicts] == ["average", "per_token"]
     assert [v["formula"] for v in verdicts] == ["1/(B 40)"] * 2
     assert all(0 < v["gradient_error"] < 1e-6 for v in verdicts)
+    assert all(v["weights_error"] < 1e-6 for v in verdicts)
     (core,) = [fact for fact in written["environment"] if fact["name"] == "megatron-core"]
     assert (Path(core["path"]) / "megatron/core/__init__.py").is_file()
     assert f"megatron-core      {core['version']}" in out
@@ -94,14 +99,44 @@ def test_one_layout_passes_in_text_json_and_markdown(one_layout):
 
 
 @pytest.mark.launches
-def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "passed", "said", "name"),
+    [
+        (
+            "num_tokens_on_every_cp_rank",
+            1,
+            "gradient: measured factor 0.5 = 1/CP, expected 1: ",
+            "num_tokens_on_every_cp_rank",
+        ),
+        (
+            "report_without_m",
+            0,
+            "reported loss: measured factor 0.333333333333 = 1/M, expected 1: ",
+            "report_without_m",
+        ),
+        (
+            "forward_only",
+            0,
+            "reported loss: measured factor ",
+            "only a forward-only step reports it, the training step is right",
+        ),
+        (
+            "mask_by_multiplication",
+            0,
+            "not finite with inf at masked positions, right without (",
+            "a masked token's inf or NaN reaches the loss",
+        ),
+    ],
+)
+def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path, fault, passed, said, name):
     shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
-    apply(ROOT / "tests/wrong_factors/num_tokens_on_every_cp_rank.txt", tmp_path)
+    apply(ROOT / f"tests/wrong_factors/{fault}.txt", tmp_path)
     out = launched("verify/verify_copy_worker.py", tmp_path, "--cp", 2, *ONE, processes=2)
     assert out.count("ended with 1\n") == 2
-    result = out.index("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
-    cause = out.index("gradient: measured factor 0.5 = 1/CP, expected 1: ")
-    assert "num_tokens_on_every_cp_rank" in out[cause:]
+    result = out.index(f"FAIL: {passed} of 2 cases pass on 1 layout of 2 ranks")
+    cause = out.index(said)
+    assert name in out[cause:]
+    assert ("; or: " in out) == (fault == "num_tokens_on_every_cp_rank")  # here it is a mean too
     assert result < out.index("  constant") < cause < out.index("megatron-core   ")
 
 
@@ -189,6 +224,18 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--dp", "2", "--mtp"], "add --float32"),
         (["--pp", "2", "--megatron-fsdp", "optim", "--float32"], "no Megatron-FSDP with pp 2"),
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
+        (
+            ["--dp", "3", "--optimizer-instances", "2", "--distributed-optimizer"],
+            "2 optimizer instances do not divide dp * cp = 3",
+        ),
+        (["--dp", "2", "--outer-sharding"], "outer_sharding needs --megatron-fsdp"),
+        (["--dp", "2", "--megatron-fsdp", "optim"], "Megatron-FSDP has no float64 gradients"),
+        (["--dp", "2", "--mtp", "--float32", "--packing", "local"], "got local with mtp"),
+        (
+            ["--cp", "2", "--mtp", "--float32", "--cp-partition", "contiguous"],
+            "cp_partition: got contiguous with mtp, expected zigzag",
+        ),
+        (["--dp", "2", "--cp-partition", "contiguous"], "give cp above 1"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
         (["--loss-aggregation-shadow", "token_mean"], "a verification, which trains no run"),
@@ -222,6 +269,31 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, monkeypatch, 
     assert "Traceback" not in out + err
 
 
+@pytest.mark.parametrize("microbatches", [(1, 2, 3), (3,), (1, 0), 0])
+def test_each_rank_has_a_number_of_microbatches(microbatches):
+    with pytest.raises(ProofError, match=r"or one for each of the 2 data-parallel ranks"):
+        Parallelism(dp=2, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-12),
+        ({"moe": True}, 1e-6),
+        ({"float32": True, "moe": True}, 1e-5),
+        ({"pp": 4, "bf16": True}, 0.2),
+    ],
+    ids=str,
+)
+def test_the_tolerance_of_a_layout_is_that_of_its_least_precise_part(options, tolerance):
+    assert Parallelism(**options).tolerance == tolerance
+
+
+def test_the_sequences_are_drawn_so_often_that_most_microbatches_get_one():
+    drawn = {m: Parallelism(dp=2, microbatches=m).reference[1] for m in (1, 7, 8, 14, 15, 99)}
+    assert drawn == {1: 1, 7: 1, 8: 2, 14: 2, 15: 3, 99: 4}
+
+
 def test_the_help_offers_no_option_that_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
@@ -236,10 +308,79 @@ def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
     assert {layout.world_size for layout in layouts} == {4}
     for size in ("dp", "tp", "pp", "vpp", "cp"):
         assert any(getattr(layout, size) > 1 for layout in layouts), size
+    modes = {*MODES} - {"custom"}
+    assert modes == {case.aggregation.mode for case in CASES if case.aggregation.count_empty}
     job = Job(layouts=layouts, cases=CASES)
     assert job.num_verdicts == 7 * len(CASES) * 2
     write_job(job, tmp_path / "job")
     assert read_job(tmp_path / "job") == job
+
+
+WITHOUT_SECOND = [case for case in CASES if case.second is None]
+HOOKED = [replace(layout, hooked=True) for layout in standard()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "layouts", "cases"),
+    [
+        ([], None, standard(), CASES),
+        (["--hooked"], None, HOOKED, WITHOUT_SECOND),
+        (["--moe"], None, standard(moe=True), CASES),
+        (["--ep", "1"], None, [Parallelism()], CASES),
+        (["--pp", "2", "--vpp", "2"], None, [Parallelism(pp=2, vpp=2, microbatches=4)], CASES),
+        (["--dp", "2", "--hooked"], None, [Parallelism(dp=2, hooked=True)], WITHOUT_SECOND),
+        (["--tp", "2", "--cp", "2"], 8, [Parallelism(dp=2, tp=2, cp=2)], CASES),
+        (["--pp", "2"], 6, [Parallelism(dp=3, pp=2)], CASES),
+        ([], 4, [Parallelism(dp=4)], CASES),
+    ],
+    ids=str,
+)
+def test_the_options_and_the_launcher_choose_the_layouts_and_cases(flags, ranks, layouts, cases):
+    launcher = None if ranks is None else command_module._Launcher(0, ranks)
+    job = command_module._job(_parser(["verify"]).parse_args(["verify", *flags]), launcher)
+    assert [*job.layouts] == layouts
+    assert [*job.cases] == [*cases]
+    assert [*job.loss_scalings] == ["average", "per_token"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--hooked"]], ids=str)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_cases_of_a_framework_run_under_the_hook_if_its_steps_do(monkeypatch, name, flags):
+    jobs = []
+
+    def job(args, launcher):
+        jobs.append(real(args, launcher))
+        raise ProofError("no framework is needed any more")
+
+    real = command_module._job
+    monkeypatch.setattr(command_module, "_job", job)
+    monkeypatch.setattr(command_module, "check_installed", lambda name: None)
+    assert main(["verify", "--framework", name, *flags]) == 2
+    hooked = {layout.hooked for layout in jobs[0].layouts}
+    assert hooked == {FRAMEWORKS[name].is_hooked or bool(flags)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "gpus"),
+    [([], 4, 0), (["--gpu"], 4, 2), (["--gpu"], 1, 1)],
+)
+def test_only_with_gpu_the_ranks_take_as_many_gpus_as_there_are(monkeypatch, flags, ranks, gpus):
+    taken = []
+
+    def launched(job, take, **options):
+        taken.append((options["processes"], options["gpus"]))
+        return subprocess.CompletedProcess([], 1, "", "[rank0]: ended")
+
+    monkeypatch.setattr(command_module, "num_gpus", lambda: 2)
+    monkeypatch.setattr(command_module, "launched", launched)
+    assert main(["verify", "--dp", str(ranks), *flags, *ONE]) == 2
+    assert taken == [(ranks, gpus)]
+
+
+def test_ranks_that_a_split_does_not_divide_are_refused():
+    args = _parser(["verify"]).parse_args(["verify", "--pp", "2"])
+    with pytest.raises(ProofError, match=r"got 3 ranks from the launcher, .* tp \* pp \* cp = 2"):
+        command_module._job(args, command_module._Launcher(0, 3))
 
 
 @pytest.mark.launches
