@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, given: Collection[str]) -> int:
     ]
     for outcome in last:
         say(f"{args.framework}: {outcome.state} {outcome.check}: {outcome.explanation}")
-    return max((1 if outcome.state == FAIL else 2 for outcome in last), default=0)
+    return min((1 if outcome.state == FAIL else 2 for outcome in last), default=0)
 
 
 def _text(event: Mapping[str, Any]) -> str:

@@ -268,7 +268,7 @@ def test_a_framework_needs_no_script_and_takes_none(capsys):
         ([], [], 1),
         ([4], [FAIL], 1),
         ([4], [NOT_RUN], 2),
-        ([4], [NOT_RUN, FAIL], 2),
+        ([4], [NOT_RUN, FAIL], 1),
     ],
 )
 def test_a_step_that_fails_or_is_not_heard_is_no_success(
