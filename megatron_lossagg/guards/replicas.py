@@ -80,15 +80,7 @@ class Replicas(Guard):
         each = ([one for one in terms if _arrived(one[0])] for terms in self._terms.values())
         trained = [terms for terms in each if terms]  # others are metrics
         kept = [_added([keep_T for _, keep_T, _ in terms]) for terms in trained]
-        reduced = [
-            _added(
-                [
-                    _positive(torch.stack(_arrived(term)).sum()) * weights_T
-                    for term, _, weights_T in terms
-                ]
-            )
-            for terms in trained
-        ]
+        reduced = [_added([_gradient(term) * w_T for term, _, w_T in terms]) for terms in trained]
         heard = [line.heard[line.num_early :] for line in step.log.lines]
         returned = [weights_of(arrived, 1.0, torch.float64) for arrived in heard if arrived]
         sums = [_exact(kept), _by_position(reduced), _by_position(returned)]
@@ -108,6 +100,11 @@ def _arrived(term: Term) -> list[Tensor]:
         for num_returned, found in term.arrived
         if term.is_recomputed or num_returned > term.num_returned
     ]
+
+
+def _gradient(term: Term) -> Tensor:
+    """Return the sum of what arrived at a partial loss, as ``_positive`` does: 0-dim."""
+    return _positive(torch.stack(_arrived(term)).sum())
 
 
 def _positive(x: Tensor) -> Tensor:
