@@ -103,10 +103,9 @@ other ranks may have some |
 | `Outcome` | what the wrapper returns |
 | the others, `Options.record` | nothing of a wrapper |
 
-Only `Ownership` communicates, over context-parallel ranks, and `Replicas`, over tensor-parallel
-ones. Shown by
-`tests/guards/test_guards.py -k fsdp`, which runs the rows of the table of faults that have to do
-with a wrapper, and `tests/loop/engine_worker.py`.
+Only `Ownership` and `Replicas` communicate there, over the context-parallel and the tensor-parallel
+ranks. Shown by `tests/guards/test_guards.py -k fsdp`, which runs the rows of the table of faults
+that have to do with a wrapper, and `tests/loop/engine_worker.py`.
 
 **Not compared** between tensor-parallel ranks: factors of losses that are made of logits, before
 `mb.reduce`. [Weighing](../weigh.md) compares them.
@@ -144,7 +143,7 @@ def page() -> str:
         hook="\n".join(_modules(framework_loss, refilled)),
         tracker=next(_functions([SequenceTracker])).removeprefix("- "),
         finishing=", ".join(_overriding("on_finish")),
-        together=", ".join(_overriding("together")),
+        together=" and ".join(_overriding("together")),
     )
 
 

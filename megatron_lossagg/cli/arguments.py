@@ -1,11 +1,19 @@
-"""What several commands ask of their arguments."""
+"""What several commands ask of their arguments, and where what these name is imported from."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+
+def import_from_here() -> None:
+    """Let modules of the current folder be imported, as ``python -m`` does."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def seconds(text: str) -> float:

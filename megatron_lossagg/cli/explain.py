@@ -29,6 +29,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megatron_lossagg.cli.arguments import import_from_here
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     EXPONENT,
@@ -39,7 +40,7 @@ from megatron_lossagg.cli.explanation import (
     read_lengths,
     with_own_flags,
 )
-from megatron_lossagg.cli.files import check_outputs, import_from_here, write_json
+from megatron_lossagg.cli.files import check_outputs, write_json
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.modes import ALIASES, MODES

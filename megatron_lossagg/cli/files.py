@@ -1,7 +1,5 @@
 """What a command writes: whole or not at all, and never over what it reads; and what it needs.
 
-Beside it, what several commands read in one way: modules of the current folder.
-
 An extra of this package installs the packages that only some commands need.
 """
 
@@ -13,7 +11,6 @@ import os
 import secrets
 import shutil
 import stat
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import combinations
@@ -21,12 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.errors import LossAggregationError
-
-
-def import_from_here() -> None:
-    """Let modules of the current folder be imported, as ``python -m`` does."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
 
 
 class OutputError(LossAggregationError, ValueError):

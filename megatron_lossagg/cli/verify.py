@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
     launcher = _launcher()
-    files.import_from_here()  # as the processes that are started do
+    arguments.import_from_here()  # as the processes that are started do
     if args.loss_func is not None:
         given = arguments.given(args, add_arguments)
         return verify_loss.run(args, given | ({"launcher": ""} if launcher else {}))

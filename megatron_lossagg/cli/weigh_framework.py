@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_lossagg.cli.arguments import seconds
-from megatron_lossagg.cli.files import check_outputs, import_from_here, write_json
+from megatron_lossagg.cli.arguments import import_from_here, seconds
+from megatron_lossagg.cli.files import check_outputs, write_json
 from megatron_lossagg.errors import LossAggregationError, say
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS

@@ -179,7 +179,7 @@ class Engine:
             self.chunk.start_grad_sync()
 
     def wrap(self, config: Any, ddp_config: Any, module: Any, unit: type) -> Any:
-        """Wrap another model in the same way as the chunk; runs the wrapper's own collectives.
+        """Wrap another model as the chunk is wrapped. The wrapper's constructor communicates.
 
         ``unit``: class of the submodules that are gathered and freed as a whole.
         """

@@ -107,7 +107,7 @@ def _reaches_more(described: list[tuple[list[int], str]], values: list[float]) -
         return ""
     shape, unknown = described[int(first)]
     return (
-        f"the script's loss reaches a parameter of shape {shape} other than by the "
+        f"the script's loss_func gave a loss that reaches a parameter of shape {shape} not by the "
         "model's output: it has terms that are not known here (a penalty of weights, a "
         f"distillation loss), {_CHANGE}.{unknown}"
     )

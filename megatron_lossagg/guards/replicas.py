@@ -34,8 +34,8 @@ class Replicas(Guard):
 
     Three sums over the step's tokens t, of terms that a gradient reached: t^2 of those that a mask
     keeps, in integers; and in float64 t times w_t times the gradient at the partial loss, and t
-    times the gradient at a loss per token that the model returned. What is below 0 counts twice as
-    much above it.
+    times the gradient at a loss per token that the model returned. A value x below 0 counts as
+    -2 x, so that nothing cancels and a sign shows.
     """
 
     catches = (
@@ -44,8 +44,8 @@ class Replicas(Guard):
         "by itself"
     )
     costs = (
-        "in these steps passes over the tokens and one all-gather of 32 bytes over the "
-        "tensor-parallel group"
+        "in these steps the mask and the weights of each term until the step ends, passes over "
+        "them, and one all-gather of 32 bytes over the tensor-parallel group"
     )
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def _arrived(term: Term) -> list[Tensor]:
 
 
 def _gradient(term: Term) -> Tensor:
-    """Return the sum of what arrived at a partial loss, as ``_positive`` does: 0-dim."""
+    """Return ``_positive`` of the sum of what arrived at a partial loss: 0-dim."""
     return _positive(torch.stack(_arrived(term)).sum())
 
 
@@ -124,20 +124,20 @@ def _exact(kept: list[Tensor]) -> Tensor:
 
 
 def _by_position(found: list[Tensor]) -> Tensor:
-    """Sum t times x_t, above 0, likewise: 0-dim, in float64."""
+    """Sum t times ``_positive(x_t)`` over tensors, numbered likewise: 0-dim, in float64."""
     x_T, at_T = _numbered(found)
     return _positive(x_T) @ at_T.double()
 
 
 def _numbered(found: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join tensors, in float64; return it, and the tokens' numbers in int64."""
+    """Join float64 tensors; return ``[T]``, and the tokens' numbers from 1 on, in int64."""
     none = torch.zeros(0, dtype=torch.float64)
     x_T = torch.cat([moved(one, found[0].device) for one in found] or [none])
     return x_T, torch.arange(1, len(x_T) + 1, device=x_T.device)
 
 
 def _describe_failed(failed_W: list[float]) -> str:
-    """Name a rank that failed; read where this rank has not, which raises its own error."""
+    """Name a rank that failed. A rank that failed itself raises its own error before this."""
     rank = next((rank for rank, failed in enumerate(failed_W) if failed), None)
     return "" if rank is None else f"{TP_RANK.format(rank)} ended the step with an error"
 

@@ -93,8 +93,8 @@ if __name__ == "__main__":
         lines = traceback.format_exc().splitlines(keepends=True)
         sys.stderr.write("".join(f"[rank{rank}]: {line}" for line in lines))
         sys.exit(1)
-    # A framework may keep its groups, and a thread of gloo that drops a tensor while the
-    # interpreter ends aborts the process.
+    # A thread of gloo that drops a tensor while the interpreter ends aborts the process, and groups
+    # that somebody keeps, as a framework does, have such threads.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

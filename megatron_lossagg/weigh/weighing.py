@@ -456,11 +456,12 @@ class Weighing:
                 "offsets of all sequences, cu_seqlens"
             )
         weight_T = weight_T[:num_held]
-        in_mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held] != 0
+        mask_T = weight_T != 0 if mask is None else _numpy(mask)[:num_held]
+        in_mask_T = mask_T != 0
         if self._have_values(call.term):
             weight_T[~in_mask_T & (_numpy(heard.is_zero)[:num_held] != 0)] = 0
-        if mask is not None and values is None and (_numpy(mask)[:num_held] != in_mask_T).any():
-            self._lacks["weights of tokens"] = "token_weights, if the mask's values are some"
+        if values is None and (mask_T != in_mask_T).any():
+            self._lacks["weights of tokens"] = "token_weights, if the mask's values are weights"
         value_T = np.ones(num_held) if values is None else _numpy(values)[:num_held]
         if (bad_T := in_mask_T & ~((value_T >= 0) & (value_T < np.inf))).any():
             raise ContractError(

@@ -169,9 +169,7 @@ def check_a_small_penalty_of_weights_is_refused_by_the_parameter_that_it_reaches
     )
     for term in terms:
         step = changed(lambda loss, mask, term=term: loss + term())
-        with refused(
-            ReducerError, f"a parameter of shape {list(weight.shape)} other than by", "penalty"
-        ):
+        with refused(ReducerError, f"a parameter of shape {list(weight.shape)} not by", "penalty"):
             run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
 
 
@@ -183,7 +181,7 @@ def check_a_distance_from_the_start_is_refused_once_the_weights_have_moved(chunk
     run(schedule, chunk, batches(0), forward_step_func=step)
     with torch.no_grad():
         weight += 1e-3
-    with refused(ReducerError, "reaches a parameter of shape", "penalty"):
+    with refused(ReducerError, "that reaches a parameter of shape", "penalty"):
         run(schedule, chunk, batches(0), forward_step_func=step)
 
 
@@ -194,7 +192,7 @@ def check_an_integration_that_compares_nothing_loses_no_penalty_of_weights(chunk
 
     step = changed(lambda loss, mask: loss + chunk.module.output_layer.weight.square().sum())
     hook = ScheduleHook("sample_mean", NotCompared())
-    with refused(ReducerError, "reaches a parameter of shape", "other than by the model's output"):
+    with refused(ReducerError, "that reaches a parameter of shape", "not by the model's output"):
         run(hook.wrap(stock), chunk, batches(0), forward_step_func=step)
 
 
@@ -271,7 +269,7 @@ def check_a_term_whose_gradient_cannot_be_computed_is_refused_and_says_so(chunk,
         (own, "What HalvedBackward passes on to it was not computed"),
         (shared, "Its gradient could not be computed: RuntimeError(\"the model's backward pass"),
     ):
-        with refused(ReducerError, "reaches a parameter of shape", words):
+        with refused(ReducerError, "that reaches a parameter of shape", words):
             run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
     assert len(passes) == M  # of Megatron's own
 

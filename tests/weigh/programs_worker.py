@@ -1064,7 +1064,7 @@ with_values(
     "of its mask",
     lambda s, found, t: value(t) / sum(map(sum_of, found)),
     given="mask",
-    says="weights of tokens (token_weights, if the mask's values are some)",
+    says="weights of tokens (token_weights, if the mask's values are weights)",
 )
 with_values(
     "that are signed, such as advantages",

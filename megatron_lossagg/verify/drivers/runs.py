@@ -6,7 +6,6 @@ mode ended, or why it could not run, in words and in cells.
 
 from __future__ import annotations
 
-import gc
 import math
 import subprocess
 import time
@@ -233,9 +232,7 @@ class DriverJob:
                 logged = driver.train(trained, given)
                 is_first = dist.get_rank() == 0  # which has the terms
                 yield _step(driver, reference, trained, terms, logged) if is_first else {}
-            del driver, weighing  # whose models hold groups
         dist.barrier()  # a launcher ends the others as soon as one rank has failed
-        gc.collect()  # a group that is still held aborts the process at its end
         dist.destroy_process_group()
 
     def _trained(self, driver: Driver) -> Iterator[str | Aggregation]:
